@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, assert_equivalent
+from ddp_equivalence.ranks.lanes import must_share
 from tests.equivalence.plain_steps import (
     by_hand,
     ddp,
@@ -105,4 +106,5 @@ def with_synchronised_statistics(model: nn.Module, shard: Batch, rank: Rank) -> 
 
 def test_synchronised_batch_norm_is_no_fault() -> None:
     """On the CPU SyncBatchNorm raises an error, so gloo cannot replace NCCL here."""
-    assert_equivalent(regression("1x2", batch_norm), with_synchronised_statistics, backend="nccl")
+    backend = "nccl_shared" if must_share(2) else "nccl"
+    assert_equivalent(regression("1x2", batch_norm), with_synchronised_statistics, backend=backend)

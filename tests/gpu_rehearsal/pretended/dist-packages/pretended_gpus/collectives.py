@@ -7,6 +7,7 @@ it, or for the whole device: with NCCL ``wait`` orders the current stream behind
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from functools import wraps
@@ -33,19 +34,6 @@ RESULTS = {
     "all_to_all": ("output_tensor_list", 0),
 }
 """Collective -> the name and position of the argument that takes its result."""
-
-METHODS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
-    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter"),
-    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base"),
-    *(
-        "reduce_scatter_tensor_coalesced",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-    ),
-    *("alltoall", "alltoall_base", "all_to_all_single"),
-)
-"""The methods of a process group that issue collectives; a version of torch has most of them."""
 
 _of_nccl: list[Any] = []
 """The process groups that were asked to use NCCL."""
@@ -186,10 +174,10 @@ def _without_work(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def issue(group: Any, *arguments: Any, **keywords: Any) -> Any:
         work = method(group, *arguments, **keywords)
-        options = (*arguments, *keywords.values())
-        if work is _NULL or not is_nccl(group):
-            return None if work is _NULL else work
-        if all(getattr(one, "asyncOp", True) for one in options):
+        if work is _NULL:
+            return None
+        is_async = all(getattr(one, "asyncOp", True) for one in (*arguments, *keywords.values()))
+        if is_async or not is_nccl(group):
             return work
         _wait(work)
         return None
@@ -265,9 +253,9 @@ def install() -> None:
         )
     for name in RESULTS:
         _replace(name, _deferred(name, getattr(c10d, name)))
-    for name in METHODS:
-        if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _without_work(getattr(dist.ProcessGroup, name)))
+    for name, method in list(vars(dist.ProcessGroup).items()):
+        if re.search(r"-> \S*Work$", method.__doc__ or "", re.MULTILINE):
+            setattr(dist.ProcessGroup, name, _without_work(method))
     work: Any = dist.Work
     work.unbox = staticmethod(_unbox)
     operation: Any = type(torch.ops.c10d.allreduce_.default)
