@@ -154,10 +154,11 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(
     assert missing("data_parallel", 2) is None
     assert missing("data_parallel", 4) == "needs 4 CUDA devices, found 2"
     monkeypatch.setenv("NCCL_HOSTID", "one")  # ranks cannot share the GPUs
-    must_run = settings.using(settings.Settings(must_run=("nccl",)))
-    with must_run, pytest.raises(BadCase, match=r"needs 4 .* allows no fall back") as caught:
-        check(own_case(layout="2x2"), right_step)
-    assert (caught.value.field, caught.value.value) == ("layout", "2x2")
+    for lane in ("nccl", "nccl_shared"):
+        must_run = settings.using(settings.Settings(must_run=(lane,)))
+        with must_run, pytest.raises(BadCase, match=r"needs 4 .* allows no fall back") as caught:
+            check(own_case(layout="2x2"), right_step)
+        assert (caught.value.field, caught.value.value) == ("layout", "2x2")
 
 
 def test_a_strategy_of_one_process_needs_one_node() -> None:

@@ -40,7 +40,7 @@ def test_the_same_run_twice_is_green(tmp_path: Path) -> None:
         ({"checks": {SUITE: {"error": 3e-15}}}, "red", "error_grew", SUITE),
         ({"checks": {SUITE: {"limit": 2e-13}}}, "red", "limit_grew", SUITE),
         ({"defaults": {BUCKET: "50"}}, "red", "default_changed", BUCKET),
-        ({"tests": {MINE: {"seconds": 12.0}}}, "red", "slower", MINE),
+        ({"tests": {MINE: {"seconds": 12.0}}}, "yellow", "waits_longer", MINE),
         ({"checks": {SUITE: {"limit": None}}}, "red", "compared_less", SUITE),
         ({"checks": {SUITE: {"error": 5e-14, "floor": 2e-14}}}, "red", "error_grew", SUITE),
         ({"checks": {MINE: {"ranks": 1}}}, "red", "compared_less", MINE),
@@ -241,7 +241,7 @@ def test_a_test_is_slow_beside_the_others_and_not_beside_itself(tmp_path: Path) 
     none = dict.fromkeys(TESTS[1:])
     old = write(tmp_path / "old", tests=none)
     new = write(tmp_path / "new", tests={**none, SUITE: {"seconds": 10.3}})
-    assert found(judged(old, new))[0] == ("red", "slower", SUITE)
+    assert found(judged(old, new))[0] == ("yellow", "waits_longer", SUITE)
 
 
 def test_what_another_selection_leaves_out_is_one_finding(tmp_path: Path) -> None:
@@ -334,8 +334,8 @@ def test_only_what_was_alike_before_shows_what_is_usual(tmp_path: Path) -> None:
     old, grown = write(tmp_path / "old"), write(tmp_path / "grown", checks={MINE: {"error": 4e-14}})
     slow = write(tmp_path / "slow", tests={MINE: {"seconds": 100.0}})
     earlier = [read(before)]
-    for new, kind in ((grown, "error_grew"), (slow, "slower")):
-        assert ("red", kind, MINE) in found(judge(read(old), read(new), Policy(), TODAY, earlier))
+    for new, level, kind in ((grown, "red", "error_grew"), (slow, "yellow", "waits_longer")):
+        assert (level, kind, MINE) in found(judge(read(old), read(new), Policy(), TODAY, earlier))
 
 
 def test_a_test_that_failed_before_is_not_said_to_have_been_right(tmp_path: Path) -> None:
