@@ -108,8 +108,7 @@ def _judge(request: Request) -> Verdict:
     """Measure, compare, and decide between same, different and unknown."""
     known = _known_before(request)
     started, began = time.monotonic(), 0.0
-    wrong: tuple[str, ...] = ()
-    second = SecondRun()
+    wrong, second = tuple[str, ...](), SecondRun()
     try:
         with at_work(request, request.deadline, request.fresh) as ranks:
             began = time.time()
@@ -136,8 +135,9 @@ def _judge(request: Request) -> Verdict:
         analysis.time = _time_left(request, started)
     except RankFailed as error:
         return _failed_or_again(known(), request, error, began)
-    if measurement.outdated:
-        return _judge(request)
+    again = request if measurement.outdated else _after_clipping(request, measurement)
+    if again is not None:
+        return _judge(again)
     if why_unknown is not None:
         return unknown(known(), why_unknown)
     verdict = known(
@@ -164,6 +164,16 @@ def _judge(request: Request) -> Verdict:
         return verdict
     analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, request, wrong)
+
+
+def _after_clipping(request: Request, measurement: Measurement) -> Request | None:
+    """The request to compare gradients after clipping, if the ranks clip them differently: as they
+    were before, they could be right on all ranks. None if they do not.
+    """
+    alike = len({one.clips for one in measurement.evidence.values()}) == 1
+    if alike or request.after_clipping or request.trains:
+        return None
+    return replace(request, after_clipping=True)
 
 
 def _judge_trainer(request: Request) -> Verdict:

@@ -6,8 +6,8 @@ Source: ``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``..._pos
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -15,21 +15,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from ddp_equivalence.case.clipping import Clipping
 from ddp_equivalence.case.steps import GradientKey
-
-CLIPPING = (
-    (clip_grad, "_clip_grads_with_norm_"),  # clip_grad_norm_ calls it, under whatever name
-    (clip_grad, "clip_grad_value_"),
-    (torch.nn.utils, "clip_grad_value_"),
-)
-"""The functions of torch that write to gradients to clip them, each in the module that calls it."""
 
 Arguments = tuple[Any, ...]
 Named = dict[str, Any]
@@ -130,8 +123,8 @@ class StepRecord(StepCount):
     Optimizers that step one after the other, without a backward pass in between, make one step.
     ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
     copies, by step and name. Of the gradients, those that the optimizers of the step were given.
-    ``clips``: how often torch clipped gradients. ``whole`` makes gradients whole where they are
-    sharded, and ``weights`` reads the weights so.
+    ``clips``: the calls of torch that clipped gradients. ``whole`` makes gradients whole where they
+    are sharded, and ``weights`` reads the weights so.
     """
 
     def __init__(
@@ -145,14 +138,15 @@ class StepRecord(StepCount):
         super().__init__()
         self.gradients: dict[GradientKey, Tensor | None] = {}
         self.weights: dict[GradientKey, Tensor] = {}
-        self.count = self.clips = 0
+        self.count = 0
         self._parameters = parameters
         self._at_steps = at_steps
         self._ended = ended
         self._whole = whole
         self._weights = weights or self._copied_weights
         self._went_backward = True
-        self._clipped: list[dict[int, _Clipped]] = []
+        self._clipping = Clipping()
+        self.clips = self._clipping.calls
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -163,13 +157,9 @@ class StepRecord(StepCount):
             self._went_backward = True
             return backward(*arguments, **named)
 
-        with ExitStack() as patches:
-            patches.enter_context(patch.object(torch.autograd, "backward", noticed))
-            for module, name in CLIPPING:
-                clip = self._noticed(getattr(module, name))
-                patches.enter_context(patch.object(module, name, clip))
-            with super().watched():
-                yield
+        noticing = patch.object(torch.autograd, "backward", noticed)
+        with noticing, self._clipping.watched(), super().watched():
+            yield
 
     def before(self, optimizer: Optimizer) -> None:
         if self._went_backward:
@@ -180,59 +170,23 @@ class StepRecord(StepCount):
         parameters = self._parameters()
         its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
         named = {name: one for name, one in parameters.items() if id(one) in its_own} or parameters
-        before_clipping = self._before_clipping(named.values())
-        found: dict[str, Tensor | None] = {}
-        for name, one in named.items():
-            kept = before_clipping.get(id(one))
-            found[name] = _copy(one.grad if kept is None else kept.before)
+        before_clipping: Mapping[int, Tensor] = {}
+        if not self._at_steps.after_clipping:
+            before_clipping = self._clipping.before(one.grad for one in named.values())
+        found = {
+            name: _copy(before_clipping.get(id(one.grad), one.grad)) for name, one in named.items()
+        }
         self.gradients |= {(self.count - 1, name): one for name, one in self._whole(found).items()}
 
     def after(self) -> None:
         self._went_backward = False  # a closure may have gone backward more than once
         if not self._at_steps.gradients:
             self.weights |= {(self.count - 1, name): one for name, one in self._weights().items()}
-        self._clipped.clear()
+        self._clipping.forget()
         self._ended(self.count)
 
     def _copied_weights(self) -> dict[str, Tensor]:
         return {name: one.detach().clone() for name, one in self._parameters().items()}
-
-    def _noticed(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of torch that clips gradients, so that they are kept as they were before."""
-
-        def clipping(parameters: Any, *arguments: Any, **named: Any) -> Any:
-            clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self.clips += 1
-            before = {id(one): _copy(one.grad) for one in clipped}
-            result = clip(clipped, *arguments, **named)
-            self._clipped.append({id(one): _Clipped(before[id(one)], one.grad) for one in clipped})
-            return result
-
-        return clipping
-
-    def _before_clipping(self, parameters: Iterable[nn.Parameter]) -> dict[int, _Clipped]:
-        """What one call clipped, if it was the only one, and if nothing has changed it since."""
-        with_gradient = [one for one in parameters if one.grad is not None]
-        if self._at_steps.after_clipping or len(self._clipped) != 1:
-            return {}
-        (clipped,) = self._clipped
-        unchanged = all(
-            id(one) in clipped and clipped[id(one)].is_left_as(one.grad) for one in with_gradient
-        )
-        return clipped if unchanged else {}
-
-
-class _Clipped:
-    """A gradient ``before`` it was clipped, and what was ``left``."""
-
-    def __init__(self, before: Tensor | None, left: Tensor | None) -> None:
-        self.before = before
-        self._left = left
-        self._version = None if left is None else left._version
-
-    def is_left_as(self, gradient: Tensor | None) -> bool:
-        """True if this is the gradient that was left, and nothing was written to it since."""
-        return gradient is self._left and (gradient is None or gradient._version == self._version)
 
 
 def _runs(frame: FrameType | None, inside: FrameType | None) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case.case import name_of
+from ddp_equivalence.case.clipping import ClipCall, Clipping
 from ddp_equivalence.case.optimizer_steps import AtSteps, StepCount, StepRecord
 from ddp_equivalence.case.random_state import seed_in_use, seeded, step_seed
 from ddp_equivalence.case.steps import GradientKey
@@ -33,7 +34,8 @@ class RunOfStep:
     """Everything that one run of the step on a rank needs.
 
     ``optimizer_steps``: how often an optimizer has stepped while a user's own step ran. ``clips``:
-    how often torch clipped gradients meanwhile, if what is compared is taken at each step.
+    the calls by which torch clipped gradients meanwhile; of a step that does not train, those whose
+    gradients are compared as they were before.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class RunOfStep:
         self._held, self._races = held, races
         self._planted, self._declared, self._observer = planted, declared, observer
         self.optimizer_steps = 0
-        self.clips = 0
+        self.clips: tuple[ClipCall, ...] = ()
 
     def train(self, task: Task, given: list[Any]) -> dict[GradientKey, Tensor | None]:
         """Run all steps; return the gradients that each step leaves, or the updates."""
@@ -108,7 +110,7 @@ class RunOfStep:
                 with self._seeded(number), self._races.watched():
                     returned = step(shard)
         self.optimizer_steps = count.seen if record is None else record.count
-        self.clips = 0 if record is None else record.clips
+        self.clips = () if record is None else tuple(record.clips)
         if record is None:
             if returned is None:
                 return in_first_step(self._held.updates(before))
@@ -167,13 +169,30 @@ class RunOfStep:
     def _one_step(
         self, step: TrainStep, shard: Any, number: int
     ) -> Mapping[str, Tensor | None] | None:
-        """Run one step, and return what it returned, under the model's own names."""
+        """Run one step, and return what it returned, under the model's own names; if it has clipped
+        gradients in the end, return them as they were before.
+        """
         self._model.zero_grad(set_to_none=True)
-        with self._seeded(number), self._races.watched():
+        clipping = Clipping()
+        of_the_user = not isinstance(self._work.step, str) and not self._work.after_clipping
+        kept = clipping.watched() if of_the_user else nullcontext()
+        with self._seeded(number), self._races.watched(), kept:
             returned = step(shard)
-        if returned is None:
-            return None
-        return self._held.returned(tensors_by_name(returned))
+        if returned is not None:
+            return self._held.returned(self._before(clipping, tensors_by_name(returned)))
+        left = {name: one.grad for name, one in self._held.parameters().items()}
+        before = self._before(clipping, left)
+        return None if before is left else self._held.whole(dict(before))
+
+    def _before(
+        self, clipping: Clipping, left: Mapping[str, Tensor | None]
+    ) -> Mapping[str, Tensor | None]:
+        """The gradients as they were before they were clipped, or as they were ``left``."""
+        before = clipping.before(left.values())
+        if not before or len(before) < clipping.last_count:
+            return left
+        self.clips += tuple(clipping.calls)
+        return {name: before.get(id(gradient), gradient) for name, gradient in left.items()}
 
     def _check_weights(self, before: str) -> None:
         """Raises ValueError if one of several steps has moved the weights.

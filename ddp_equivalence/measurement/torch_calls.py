@@ -42,8 +42,7 @@ _POINT_TO_POINT_CODES = frozenset(map(code_of, POINT_TO_POINT))
 
 
 CLIPS_WITH_NORM = clip_grads_with_norm_
-"""``clip_grad_norm_`` calls it as well, with the norm that it has found. There it has another name,
-under which ``case/optimizer_steps.py`` may have replaced it.
+"""``clip_grad_norm_`` calls it as well, with the norm that it has found.
 
 Source: torch 2.11 and 2.13, torch/nn/utils/clip_grad.py.
 """

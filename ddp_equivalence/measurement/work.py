@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.clipping import ClipCall
 from ddp_equivalence.case.random_state import Seeds
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
 from ddp_equivalence.case.training import Training
@@ -104,8 +105,9 @@ class Evidence:
     they hold, unless they are large. ``libraries``: those that earlier work had imported on this
     rank. ``idle_data_parallel``: the step has called an nn.DataParallel that had no devices.
     ``optimizer_steps``: how often optimizers stepped in a step that trains; those that step
-    together count as one where what is compared is taken at each of their steps. ``clips``: how
-    often torch clipped gradients, if what is compared is taken at each step.
+    together count as one where what is compared is taken at each of their steps. ``clips``: the
+    calls by which torch clipped gradients, in a step that is judged at each step of its optimizer;
+    otherwise those whose gradients are compared as they were before.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -132,4 +134,4 @@ class Evidence:
     libraries: tuple[str, ...] = ()
     idle_data_parallel: bool = False
     optimizer_steps: int = 0
-    clips: int = 0
+    clips: tuple[ClipCall, ...] = ()

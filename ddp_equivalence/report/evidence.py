@@ -96,7 +96,19 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         )
     if comparison is not None and verdict.compare == "gradients":
         yield from other_form_texts(comparison)
+    yield from _clipping(verdict)
     yield _place(verdict)
+
+
+def _clipping(verdict: Verdict) -> Iterator[str]:
+    """What the step clips, and what that means for what is compared."""
+    clip = verdict.training.clip
+    if clip is not None:
+        limit = f" to {clip:g}" if isinstance(clip, (int, float)) else ""
+        yield f"the gradients of the big batch are clipped{limit} as well"
+    calls = dict.fromkeys(call for one in verdict.evidence.values() for call in one.clips)
+    if calls and verdict.compare == "gradients":
+        yield f"gradients are compared as they were before the step clipped {next(iter(calls))}"
 
 
 def _place(verdict: Verdict) -> str:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ddp_equivalence.case.build import build_whole_batch
+from ddp_equivalence.case.clipping import ClipCall
 from ddp_equivalence.case.steps import Compare
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.expectation import expected_of
@@ -31,14 +32,14 @@ Judge = Callable[[Request], Verdict]
 class _AtEachStep:
     """What the ranks hold at each step of an optimizer, compared with the reference.
 
-    ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: True
-    if torch was seen to clip gradients.
+    ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: the
+    different calls by which torch clipped gradients.
     """
 
     comparison: Comparison
     made: tuple[int, ...]
     expected: int
-    clips: bool
+    clips: frozenset[ClipCall]
 
     @property
     def counts_agree(self) -> bool:
@@ -72,7 +73,16 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         order = _order_read(request, judge)
         if order:
             return _in_order_read(replace(request, read_order=order), judge)
-        return _at_first_wrong_step(verdict, _by_gradients(request, judge), weights)
+        clipped = _clipped_as_the_step_does(request, weights.clips)
+        if clipped is not None:
+            request, weights = clipped, _compared(clipped, "update")
+        by_gradients = _by_gradients(request, judge)
+        if clipped is not None and by_gradients.outcome == "same" and weights.first_wrong is None:
+            # The gradients were right before they were clipped, so that clipping hides nothing.
+            verdict = judge(clipped)
+        if verdict.outcome == "same":
+            return verdict
+        return _at_first_wrong_step(verdict, by_gradients, weights)
     except RankFailed:  # the verdict on the whole update stands
         return verdict
 
@@ -87,6 +97,19 @@ def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:
     at_each = replace(request, compare="gradients", at_each_step=True, explains=False)
     observed = judge(at_each).observed
     return order_read(observed, _sizes(request), request.case.ranks.world_size)
+
+
+def _clipped_as_the_step_does(request: Request, clips: frozenset[ClipCall]) -> Request | None:
+    """The request with a big batch that is clipped as all calls of the step clip; None if they are
+    not alike, or if the user has said how it is clipped.
+    """
+    training, clip = request.training, next(iter(clips), None)
+    if clip is None or clip.most is None or len(clips) > 1:
+        return None
+    if training.clip is not None or training.is_of_the_user:
+        return None
+    own = clip.again if clip.by_value else clip.most
+    return replace(request, training=replace(training, clip=own))
 
 
 def gradients_at_each_step(request: Request) -> Comparison | None:
@@ -162,7 +185,7 @@ def _compared(request: Request, compare: Compare) -> _AtEachStep:
         measured = measure(ranks, at_each, expected, request.deadline, sample)
     made = (one.optimizer_steps for _, one in sorted(measured.evidence.items()))
     steps = {step for step, _ in expected.reference.expected}
-    clips = any(one.clips for one in measured.evidence.values())
+    clips = frozenset(call for one in measured.evidence.values() for call in one.clips)
     return _AtEachStep(measured.comparison, tuple(made), len(steps), clips)
 
 
