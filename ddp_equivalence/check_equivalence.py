@@ -9,6 +9,7 @@ module of that name would hide the function ``ddp_equivalence.check`` once it is
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -17,9 +18,11 @@ from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.diagnosis import distinct_gpus, no_devices, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.buffers_beside import BufferBeside
 from ddp_equivalence.diagnosis.expectation import check_shards, expected_of
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.no_optimizer_step import no_optimizer_step
+from ddp_equivalence.diagnosis.state_that_matters import finding_of_state, state_that_matters
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.check_options import CheckOptions
@@ -119,18 +122,13 @@ def _judge(request: Request) -> Verdict:
             analysis = Analysis(request, expected)
             known = _with_reference(known, expected.reference, analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
-            if not (measurement.outdated or measurement.comparison.same):
-                second = observe(
-                    ranks,
-                    request,
-                    request.deadline,
-                    analysis.sample_of_step(0),
-                    bool(analysis.draws),
-                )
+            state = state_that_matters(expected, measurement)
+            if state or not (measurement.outdated or measurement.comparison.same):
+                watched = request.deadline, analysis.sample_of_step(0), bool(analysis.draws)
+                second = observe(ranks, request, *watched)
                 wrong = wrong_collectives(ranks, request)
         if second.needs_fresh_ranks:
-            sample = analysis.sample_of_step(0)
-            second = observe_on_fresh_ranks(request, request.deadline, sample, bool(analysis.draws))
+            second = observe_on_fresh_ranks(request, *watched)
         analysis.observed, analysis.why_not_watched = second.by_rank, second.why_not
         analysis.time = _time_left(request, started)
     except RankFailed as error:
@@ -158,7 +156,7 @@ def _judge(request: Request) -> Verdict:
     if why_unknown is not None:
         return unknown(verdict, why_unknown)
     if measurement.comparison.same:
-        return _same_if_shown(verdict, measurement, request)
+        return _same_if_shown(verdict, measurement, request, state)
     verdict = unless_right_in_own_precision(verdict, request, _judge)
     if verdict.outcome == "same":
         return verdict
@@ -222,8 +220,12 @@ def _failed_or_again(
     return replace(failed(verdict, error), second_look=again)
 
 
-def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
-    """Nothing differs. That is a pass only if a difference could have shown."""
+def _same_if_shown(
+    verdict: Verdict, measurement: Measurement, request: Request, state: Sequence[BufferBeside]
+) -> Verdict:
+    """Nothing differs. That is a pass only if a difference could have shown, and if the ``state``
+    that is left gives the next step no other gradient.
+    """
     comparison, evidence = measurement.comparison, measurement.evidence
     why_unknown = (
         no_devices.against_idle_data_parallel(evidence)
@@ -237,6 +239,9 @@ def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request)
     race = races.against_a_race(evidence, comparison)
     if race is not None:
         return unknown(verdict, race)
+    if state:
+        finding = finding_of_state(state, evidence, verdict.observed)
+        return replace(verdict, outcome="different", cause=finding.cause, findings=(finding,))
     return replace(verdict, outcome="same")
 
 

@@ -21,6 +21,7 @@ from ddp_equivalence.case.build import batches_of_steps, build_model, build_whol
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.model_state import copied_state
 from ddp_equivalence.case.one_process import without_process_group
 from ddp_equivalence.case.optimizer_steps import AtSteps
 from ddp_equivalence.case.own_reference import train_by_own_reference
@@ -42,7 +43,8 @@ class Reference:
     it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step;
     empty if the reference is a function of the user's own. ``at_each_step``: gradients and updates
     are those at each step of an optimizer. ``after_clipping``: gradients are those after clipping.
-    ``buffers``: what the buffers of the model hold afterwards. ``why_not_float64``: what the loss
+    ``buffers``: what the buffers of the model hold afterwards, and the tensors that its modules
+    keep. ``why_not_float64``: what the loss
     raised in float64, if the big batch was therefore computed in the precision of the case.
     """
 
@@ -118,7 +120,7 @@ def big_batch(
         losses=tuple(losses),
         at_each_step=at_each_step,
         after_clipping=after_clipping,
-        buffers={name: one.detach().clone() for name, one in model.named_buffers()},
+        buffers=copied_state(model),
         why_not_float64=why_not_float64,
     )
 

@@ -58,6 +58,8 @@ def will_be_judged_by_steps(request: Request, verdict: Verdict) -> bool:
     """True if each step of an optimizer is looked at where the verdict is "different"."""
     if not request.trains or request.at_each_step or request.in_process or not request.second_look:
         return False
+    if verdict.comparison is not None and verdict.comparison.same:  # only the state is wrong
+        return False
     return any(one.optimizer_steps for one in verdict.evidence.values())
 
 

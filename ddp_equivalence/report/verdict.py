@@ -202,10 +202,11 @@ class Verdict:
     def buffers_beside_big_batch(self) -> tuple[BufferBeside, ...]:
         """The model's buffers, such as running statistics, that are not what one big batch leaves.
 
-        That alone is no difference either: under batch norm, right data-parallel training leaves
-        other statistics than the big batch.
+        That alone is no difference either, unless the next gradient depends on them, which does not
+        read the statistics of batch norm: the cause is then ``buffers_differ_from_big_batch``.
         """
-        return buffers_beside(self.buffers_of_the_big_batch, self.evidence)
+        found = buffers_beside(self.buffers_of_the_big_batch, self.evidence)
+        return tuple(b for b in found if any(b.name in e.buffers for e in self.evidence.values()))
 
     @property
     def shares(self) -> Shares | None:

@@ -49,6 +49,8 @@ def _how_sure(verdict: Verdict) -> str:
     if best.besides is not None:
         factor = text_of(best.besides, ".4g")
         return f"Explains all but a factor of {factor}, which every gradient has besides."
+    if best.unexplained is None and verdict.comparison is not None and verdict.comparison.same:
+        return "All gradients of this step are right."
     if best.unexplained is None:
         seen = "Seen to happen; its effect on the numbers cannot be computed."
         return seen if _was_seen(best) else ""
