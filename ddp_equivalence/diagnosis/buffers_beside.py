@@ -40,14 +40,14 @@ def buffers_beside(
         errors = {
             rank: error
             for rank, value in held
-            if value is not None and (error := _error(value, right)) > 0
+            if value is not None and (error := error_of(value, right)) > 0
         }
         if errors:
             found.append(BufferBeside(name, max(errors.values()), tuple(errors)))
     return tuple(found)
 
 
-def _error(held: Tensor, right: Tensor) -> float:
+def error_of(held: Tensor, right: Tensor) -> float:
     """How far a buffer is off, relative to the right one's norm; 0 if that is only rounding."""
     if held.shape != right.shape:
         return float("inf")

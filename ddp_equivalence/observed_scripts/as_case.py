@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.observed_scripts.oracle import Oracle
-from ddp_equivalence.observed_scripts.query import AnswerOfStep
+from ddp_equivalence.observed_scripts.query import AnswerOfStep, State
 from ddp_equivalence.observed_scripts.record import Record, Row
 from ddp_equivalence.observed_scripts.rows import Part, joined
 from ddp_equivalence.observed_scripts.running_script import CannotReplay
@@ -44,6 +44,7 @@ name.
 class ObservedStep:
     """One step of a script. ``number``: of the step. ``group``: the steps that are computed
     together, see ``Record.groups``. ``rows``: all rows that the ranks read, in their order.
+    ``before``: the step before the group; None if it is not known. ``state``: as in ``Query``.
     """
 
     record: Record
@@ -51,6 +52,8 @@ class ObservedStep:
     number: int
     group: tuple[int, ...]
     rows: tuple[Row, ...]
+    before: ObservedStep | None = None
+    state: State = field(default_factory=State)
 
     @property
     def elements(self) -> int:
@@ -64,7 +67,7 @@ class ObservedStep:
         """
         if self.oracle is None:
             raise CannotReplay("the script does not run any more")
-        answer = self.oracle.answer(self.group, [self.rows[row] for row in rows], nudge)
+        answer = self.oracle.answer(self.group, [self.rows[row] for row in rows], nudge, self.state)
         return answer.steps[self.group.index(self.number)]
 
     def computed_alone(self, rows: Sequence[int]) -> dict[str, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -54,6 +55,7 @@ from ddp_equivalence.observed_scripts.seen_without_reference import (
     micro_batches_added_up,
     stale_gradients,
 )
+from ddp_equivalence.observed_scripts.state_moved import with_state_of_one_process
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.unknown_verdicts import unknown
@@ -89,7 +91,9 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
             seen_scaled = any(one.cause == clipped_while_scaled.NAME for one in faults)
             otherwise = () if seen_scaled else (clipped_otherwise(step),)
             verdict, faults = clipped, (*otherwise, *faults)
-    if verdict.outcome == "different" and look_closer is not None:
+    if verdict.outcome == "same":
+        verdict = with_state_of_one_process(step, verdict, partial(_compared, script, kind=kind))
+    elif verdict.outcome == "different" and look_closer is not None:
         verdict = _explained(step, verdict, look_closer)
     return _with_faults(verdict, faults)
 

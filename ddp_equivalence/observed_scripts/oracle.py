@@ -22,7 +22,7 @@ from ddp_equivalence.observed_scripts.arrangements import (
     arrangement_of,
     most_micro_batches,
 )
-from ddp_equivalence.observed_scripts.query import Answer, Query, RowOrder
+from ddp_equivalence.observed_scripts.query import Answer, Query, RowOrder, State
 from ddp_equivalence.observed_scripts.record import Record, Row
 from ddp_equivalence.observed_scripts.running_script import CannotReplay, RunningScript
 from ddp_equivalence.observed_scripts.told import Told
@@ -85,17 +85,23 @@ class Oracle:
 
     # --- questions
 
-    def answer(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int = 0) -> Answer:
+    def answer(
+        self,
+        group: tuple[int, ...],
+        rows: Sequence[Row],
+        nudge: int = 0,
+        state: State = State(),  # noqa: B008  (it is frozen)
+    ) -> Answer:
         """What the script computes from these rows alone, in their order, in each step of a group.
 
-        ``nudge``: as in ``Query``. Raises CannotReplay.
+        ``nudge``, ``state``: as in ``Query``. Raises CannotReplay.
         """
-        key = (group, tuple(rows), nudge, self.row_order)
+        key = (group, tuple(rows), nudge, self.row_order, state)
         if key in self._refused:
             raise self._refused[key]
         if key not in self._answers:
             try:
-                self._answers[key] = self._computed(group, rows, nudge)
+                self._answers[key] = self._computed(group, rows, nudge, state=state)
             except CannotReplay as error:
                 self._refused[key] = error  # the script is not waited for twice
                 raise
@@ -132,7 +138,12 @@ class Oracle:
             self._answers.pop(next(iter(self._answers))).delete()
 
     def _computed(
-        self, group: tuple[int, ...], rows: Sequence[Row], nudge: int, logged: str = ""
+        self,
+        group: tuple[int, ...],
+        rows: Sequence[Row],
+        nudge: int,
+        logged: str = "",
+        state: State = State(),  # noqa: B008
     ) -> Answer:
         if self._closed:
             raise CannotReplay("the script has been ended")
@@ -151,6 +162,7 @@ class Oracle:
                 self.row_order,
                 logged=logged,
                 is_epoch=is_epoch,
+                state=state,
             )
             answer = self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)

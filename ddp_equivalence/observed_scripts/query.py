@@ -38,6 +38,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class State:
+    """Buffers with these names come from this file, and not from the record."""
+
+    file: str = ""
+    names: tuple[str, ...] = ()
+
+    def of(self, name: str) -> Tensor | None:
+        """The value of a buffer; None for that of the record."""
+        from safetensors import safe_open
+
+        if name not in self.names:
+            return None
+        with safe_open(self.file, framework="pt") as opened:
+            found: Tensor = opened.get_tensor(f"left/{name}")
+        return found
+
+
+@dataclass(frozen=True)
 class Query:
     """``steps``: the recorded steps to compute, more than one where several optimizers step one
     after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
@@ -46,7 +64,7 @@ class Query:
     ``row_order``: that of random numbers. ``logged``: the name of a
     module; from its first call on, the operations of torch are logged. "" for none. ``is_epoch``:
     the script gets these micro-batches as an epoch of their own, because on the ranks they ended
-    one, and may have been fewer than usual.
+    one, and may have been fewer than usual. ``state``: buffers that are not those of the record.
     """
 
     number: int
@@ -57,6 +75,7 @@ class Query:
     row_order: RowOrder = "by row"
     logged: str = ""
     is_epoch: bool = False
+    state: State = field(default_factory=State)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -91,6 +110,7 @@ class Query:
             raw["row_order"],
             raw["logged"],
             raw["is_epoch"],
+            State(raw["state"]["file"], tuple(raw["state"]["names"])),
         )
 
 
@@ -138,6 +158,7 @@ class AnswerOfStep:
             for name, g in before.items()
             if g is not None and name in seen.held
         }
+        tensors |= {f"left/{name}": one for name, one in seen.left.items()}
         if _changed_by_hand(seen):
             tensors |= {f"own/{name}": g for name, g in seen.own.items() if name in seen.held}
         write_tensors(file, tensors)
@@ -148,6 +169,14 @@ class AnswerOfStep:
         losses = tuple(seen.losses)
         about_calls = (counts, read, others, lowest, tuple(seen.results))
         return cls(number, str(file), losses, missing, seen.unnamed, *about_calls)
+
+    def state_left(self) -> dict[str, Tensor]:
+        """The buffers at the end of the step that have changed on the ranks."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as opened:
+            keys = [key for key in opened.keys() if key.startswith("left/")]  # noqa: SIM118
+            return {key.removeprefix("left/"): opened.get_tensor(key) for key in keys}
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:
         """The gradients by name; None for a parameter without one. ``kind``: as on the ranks."""

@@ -22,12 +22,11 @@ this.
 
 def observed_steps(record: Record, oracle: Oracle | None) -> list[ObservedStep]:
     """All of them. ``oracle``: None if the one process is asked nothing."""
-    return [
-        ObservedStep(record, oracle, number, group, rows)
-        for group in record.groups
-        for rows in [record.rows(group)]
-        for number in group
-    ]
+    steps: list[ObservedStep] = []
+    for group in record.groups:
+        rows, before = record.rows(group), steps[-1] if steps else None
+        steps += [ObservedStep(record, oracle, number, group, rows, before) for number in group]
+    return steps
 
 
 def compute_in_their_order(steps: Sequence[ObservedStep], earlier: int) -> None:

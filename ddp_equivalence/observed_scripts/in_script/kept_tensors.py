@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from ddp_equivalence.observed_scripts.in_script.fetched import digest
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.rows_as_json import rows_without_tensors
 
@@ -40,6 +42,16 @@ def add_rows(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, row
     """Add copies of rows, and how they lie in lists, to what will be written."""
     tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.all_tensors()}
     lists[f"{prefix}/"] = rows_without_tensors(rows)
+
+
+def changed_since(
+    digests: Mapping[str, str], prefix: str, tensors: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Copies of the tensors that do not have these digests any more, with a prefix to their
+    names.
+    """
+    copies = ((name, whole(tensor)) for name, tensor in tensors if name in digests)
+    return {prefix + name: copy for name, copy in copies if digest(copy) != digests[name]}
 
 
 def kept(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLine
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, whole
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, changed_since, whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
@@ -245,9 +245,10 @@ class Recorder(Watch):
 
     def _write(self, seen: StepInProgress) -> None:
         self._fetched.step_ends()
-        tensors: dict[str, Tensor] = {}
-        lists: dict[str, Any] = {}
+        tensors, lists = dict[str, Tensor](), dict[str, Any]()
         tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
+        if seen.states:  # this is rank 0, from which a wrapper sends buffers to the others
+            tensors |= changed_since(seen.weights, "left/", self.buffers_now())
         missing = [name for name, gradient in seen.held.items() if gradient is None]
         for kind, gradients in (
             ("held", seen.held),

@@ -21,6 +21,7 @@ from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -90,6 +91,8 @@ class Replayer(Watch):
         name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
+        left = self._reader(query.weights_of, number).shapes("left/")
+        self.now.left = {name: whole(one) for name, one in self.buffers_now() if name in left}
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):
@@ -124,7 +127,8 @@ class Replayer(Watch):
         record = self._reader(query.weights_of, number)
         module_parameters = dict(named_tensors(module))
         for inner, tensor in module_parameters.items():
-            value = record.tensor(f"weights/{name}:{inner}")
+            value = query.state.of(f"{name}:{inner}")
+            value = record.tensor(f"weights/{name}:{inner}") if value is None else value
             if value is None:
                 continue
             if hasattr(tensor, "to_local"):  # sharded, here over one process

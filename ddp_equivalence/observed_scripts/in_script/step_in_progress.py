@@ -22,6 +22,7 @@ class StepInProgress:
     of ``calls`` was given; ``results``: the mark of what it returned. ``weights``: digests of the
     tensors of every module at its first call; ``states``: the tensors, on rank 0. ``scales``: the
     loss scale of each backward pass. ``stale``: gradients that were there before the first one.
+    ``left``: buffers before the optimizer steps that have changed on the ranks, in one process.
     ``generators``: states of torch's generator, by the event before which they were taken.
     ``optimizer``: the one that steps.
     """
@@ -37,6 +38,7 @@ class StepInProgress:
     clips: list[SeenClip] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[str, Tensor] = field(default_factory=dict)
     entered: set[str] = field(default_factory=set)
     generators: dict[str, Tensor] = field(default_factory=dict)
     before_clip: dict[str, Tensor | None] | None = None
