@@ -53,7 +53,10 @@ from ddp_equivalence.diagnosis.time_left import (
 from ddp_equivalence.diagnosis.unpredictable import why_unpredictable
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import (
+    changes_right_gradients_alone,
+    with_one_rank,
+)
 from ddp_equivalence.diagnosis.whereabouts.without_view import where_without_view
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
@@ -65,11 +68,9 @@ from ddp_equivalence.strategies.sharded_batch import sharded_batches
 class Analysis:
     """Everything about a check that is costly to compute. Each part is computed once, if asked for.
 
-    ``check`` makes it from the request and the reference. If something differs, ``check`` adds the
-    ``measurement`` of the ranks, and what was ``observed`` in a second run; ``why_not_watched``
-    says why there was none. Without a difference only the nearest fault and the rounding floor can
-    be asked for. ``time``: what all of this may take together; parts that there is no time for are
-    left out and noted there.
+    If something differs, ``check`` adds the ``measurement`` of the ranks, and what was ``observed``
+    in a second run; ``why_not_watched`` says why there was none. Otherwise only the nearest fault
+    and the rounding floor can be asked for. ``time``: what all of this may take.
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
@@ -90,18 +91,18 @@ class Analysis:
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
             self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
             best = self.findings[0] if self._has_cause else None
-        if self.drawn is None and (best is None or best.is_guess or not best.lines):
+        shown = best or self.localisation.whereabouts
+        if self.drawn is not None or changes_right_gradients_alone(self.localisation.whereabouts):
+            return
+        if best is None or best.is_guess or not best.lines:
             self.repairs = find_repairs(
-                self._request,
-                self._expected,
-                lambda: getattr(best or self.localisation.whereabouts, "lines", ()),
-                self.time,
+                self._request, self._expected, lambda: getattr(shown, "lines", ()), self.time
             )
 
     @property
     def lowest_dtype(self) -> torch.dtype:
         """The least precise dtype among the trained parameters."""
-        return self._expected.reference.lowest_dtype
+        return self.reference.lowest_dtype
 
     @cached_property
     def sample(self) -> ElementSample[GradientKey]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ddp_equivalence.comparison.chunks import RawChunk
@@ -131,7 +132,7 @@ class _Trials:
         number, began = self._waiting.pop(0), time.monotonic()
         self._left -= any(map(self._settles, self.right))
         try:
-            result, _ = self._run(ranks, self.edits[number])
+            result, _ = self._run_once(ranks, self.edits[number])
         except RankFailed:
             self.count += time.monotonic() < self._until
             self._put_off(self.edits, self.edits[number].line)
@@ -148,13 +149,13 @@ class _Trials:
         """False if these ranks now do right without an edit, too, so that one shows nothing: what
         earlier runs have left in their processes may hide the fault.
         """
-        result, _ = self._run(ranks, None)
+        result, _ = self._run_once(ranks, None)
         ranks.broken = ranks.broken or result is not False
         return result is False
 
     def _run_as_it_is(self, ranks: RankSet) -> None:
         began = time.monotonic()
-        result, seen = self._run(ranks, None)
+        result, seen = self._run_once(ranks, None)
         self._allow(time.monotonic() - began)
         if isinstance(result, TrialFailed):
             self.why_not = result.acted_outside or result.what
@@ -167,43 +168,94 @@ class _Trials:
         """A step took so many seconds: others may take longer, but not by much."""
         self._deadline = min(self._deadline, max(LEAST_DEADLINE, TIMES_THE_STEP * seconds))
 
+    def _run_once(
+        self, ranks: RankSet, edited: EditedCode | None
+    ) -> tuple[bool | TrialFailed, LocalsSeen]:
+        seconds = min(self._deadline, self._until - time.monotonic())
+        trial = Trial(work_of(self._request), edited)
+        return _run(ranks, self._request, self._expected, trial, seconds)
+
     def _put_off(self, edits: Sequence[EditedCode], line: int) -> None:
         """Try other lines first: where two edits make ranks hang or die, many do."""
         self._hung[line] += 1
         if self._hung[line] >= MOST_HUNG:
             self._waiting.sort(key=lambda number: edits[number].line == line)
 
-    def _run(
-        self, ranks: RankSet, edited: EditedCode | None
-    ) -> tuple[bool | TrialFailed, LocalsSeen]:
-        """Whether all ranks hold the gradients of the big batch, and what they have run."""
-        ranks.submit(pickling.dumps(run_trial, Trial(work_of(self._request), edited)))
-        reference = self._expected.reference
-        tolerance = Tolerance(reference.lowest_dtype, exact=self._request.case.exact)
-        comparator = Comparator(reference.expected, self._expected.described, tolerance)
-        evidence: dict[int, Evidence] = {}
-        failed: TrialFailed | None = None
-        seen = LocalsSeen()
-        deadline = Deadline.after(min(self._deadline, self._until - time.monotonic()))
-        for rank, result in ranks.collect_until(deadline):
-            if isinstance(result, TrialFailed):
-                failed = result
-                left = LEFT_AFTER_AN_ERROR * self._deadline
-                deadline.until = min(deadline.until, time.monotonic() + left)
-            elif isinstance(result, LocalsSeen):
-                seen.add(result)
-            elif isinstance(result, Evidence):
-                evidence[rank] = result
-                comparator.begin(rank, result.gradients)
-            else:
-                assert isinstance(result, list)
-                for raw in result:
-                    assert isinstance(raw, RawChunk)
-                    comparator.add(rank, raw.open())
-        if failed is not None:
-            return failed, seen
-        comparison = finished(comparator, self._expected, tolerance, autocast_of(evidence))
-        return comparison.same and not _raced(comparison, evidence), seen
+
+def holding(
+    request: Request,
+    expected: Expected,
+    edits: Mapping[int, EditedCode],
+    among: Sequence[int],
+    until: float,
+) -> tuple[int, ...]:
+    """Which of these edits, by number, leave right gradients for this request, which is about
+    another case than the one that they were found with.
+
+    All count where the step cannot run in this case as it is, and those that there is no time for
+    do not. ``until``: by ``time.monotonic()``.
+    """
+    found: list[int] = []
+    waiting, deadline = list(among), 0.0
+    timeout = min(request.collective_deadline, request.deadline / 2)
+    while waiting and time.monotonic() < until:
+        acquired = warm_ranks().acquire(request.processes, request.lane, timeout, fresh=True)
+        with suppress(RankFailed), acquired as ranks:  # an edit that ends the ranks does not count
+            if not deadline:
+                began = time.monotonic()
+                trial = Trial(work_of(request))
+                result, _ = _run(ranks, request, expected, trial, request.deadline)
+                if isinstance(result, TrialFailed):
+                    return tuple(among)
+                deadline = max(LEAST_DEADLINE, TIMES_THE_STEP * (time.monotonic() - began))
+            while waiting and time.monotonic() < until and not ranks.broken:
+                trial = Trial(work_of(request), edits[number := waiting.pop(0)])
+                result, _ = _run(ranks, request, expected, trial, deadline)
+                if result is True:
+                    found.append(number)
+        if not deadline:  # not even the step itself can run
+            return tuple(among)
+    return tuple(found)
+
+
+def _run(
+    ranks: RankSet, request: Request, expected: Expected, trial: Trial, seconds: float
+) -> tuple[bool | TrialFailed, LocalsSeen]:
+    """Whether all ranks hold the gradients of the big batch, and what they have run."""
+    ranks.submit(pickling.dumps(run_trial, trial))
+    reference = expected.reference
+    tolerance = Tolerance(reference.lowest_dtype, exact=request.case.exact)
+    comparator = Comparator(reference.expected, expected.described, tolerance)
+    evidence: dict[int, Evidence] = {}
+    failed: TrialFailed | None = None
+    seen = LocalsSeen()
+    deadline = Deadline.after(seconds)
+    for rank, result in ranks.collect_until(deadline):
+        if isinstance(result, TrialFailed):
+            failed = result
+            deadline.until = min(deadline.until, time.monotonic() + LEFT_AFTER_AN_ERROR * seconds)
+        elif isinstance(result, LocalsSeen):
+            seen.add(result)
+        elif isinstance(result, Evidence):
+            evidence[rank] = result
+            comparator.begin(rank, result.gradients)
+        else:
+            assert isinstance(result, list)
+            for raw in result:
+                assert isinstance(raw, RawChunk)
+                comparator.add(rank, raw.open())
+    if failed is not None:
+        return failed, seen
+    comparison = finished(comparator, expected, tolerance, autocast_of(evidence))
+    return comparison.same and not _raced(comparison, evidence) and not _alike(evidence), seen
+
+
+def _alike(evidence: Mapping[int, Evidence]) -> bool:
+    """True if each rank has called the model with the same rows, which must be the whole batch:
+    nothing depends on a reduction then.
+    """
+    inputs = {one.inputs for one in evidence.values()}
+    return len(evidence) > 1 and len(inputs) == 1 and None not in inputs
 
 
 def _raced(comparison: Comparison, evidence: Mapping[int, Evidence]) -> bool:

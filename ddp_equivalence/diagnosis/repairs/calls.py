@@ -47,7 +47,6 @@ MIXED_UP = (
     ("get_rank", "get_world_size"),
     ("get_rank", "get_local_rank"),
     ("no_grad", "enable_grad"),
-    ("clip_grad_norm_", "clip_grad_value_"),
     ("l1_loss", "mse_loss"),
 )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +17,9 @@ from ddp_equivalence.diagnosis.repairs.file_facts import FileFacts
 from ddp_equivalence.diagnosis.repairs.names_in_scope import Values, scope_of
 from ddp_equivalence.diagnosis.repairs.rules import LIKELINESS, RULES
 from ddp_equivalence.diagnosis.repairs.source import Source
+
+WANTED = re.compile(r"clip_grad\w*|dropout\w*|penalt\w*|regulari\w*|weight_decay", re.IGNORECASE)
+"""Names of what is in a step because somebody wants it, whatever gradients it leaves."""
 
 
 def edits_of(
@@ -41,8 +46,14 @@ def edits_of(
         return [
             Edit(file, one.line, one.change.start, one.change.end, one.change.text, one.kind)
             for one in proposed
-            if parts[one.top].becomes_new(one.change)
+            if keeps_what_is_wanted(parsed, one.change) and parts[one.top].becomes_new(one.change)
         ]
+
+
+def keeps_what_is_wanted(source: Source, change: Change) -> bool:
+    """False for a change that takes away what somebody wrote on purpose, or puts it elsewhere."""
+    before = Counter(WANTED.findall(source.between(change.start, change.end)))
+    return not before - Counter(WANTED.findall(change.text))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
+from ddp_equivalence.diagnosis.repairs.in_general import in_general
 from ddp_equivalence.diagnosis.repairs.repair import BROAD, Repair, Repairs, repair_of
 from ddp_equivalence.diagnosis.repairs.rules import LIKELINESS
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
@@ -143,18 +144,24 @@ def _found(
         seconds,
         show,
     )
-    right: list[Repair] = []
-    unknown, until = 0, monotonic() + PART_TO_VERIFY * seconds
-    for edit, source in sorted(map(proposals.__getitem__, tried.right), key=_is_broad):
+    codes = {n: code for n in tried.right if (code := edited_code(*proposals[n])) is not None}
+    until = monotonic() + PART_TO_VERIFY * seconds
+    numbers = sorted(codes, key=lambda number: _is_broad(proposals[number]))
+    right: list[int] = []
+    unknown = 0
+    for number in numbers:
+        edit, source = proposals[number]
         if right and monotonic() > until and may_change(edit, source, of_the_case):
             unknown += 1
         elif not may_change(edit, source, of_the_case) or leaves_the_big_batch(
             request, expected, edit, source
         ):
-            right.append(repair_of(edit, source))
+            right.append(number)
+    right = in_general(request, expected, codes, right, monotonic() + seconds)
+    repairs = [repair_of(*proposals[number]) for number in right]
     why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
     count = tried.count - unknown
-    return Repairs(_first_of_each_line(right), len(right), count, tried.of, why_not)
+    return Repairs(_first_of_each_line(repairs), len(repairs), count, tried.of, why_not)
 
 
 def _is_broad(proposal: tuple[Edit, bytes]) -> bool:

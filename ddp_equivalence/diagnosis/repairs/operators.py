@@ -72,7 +72,8 @@ def another_comparison(node: ast.Compare, place: Place) -> Iterator[Change]:
     if len(node.ops) == 1:
         left, right = place.text(node.left), place.text(node.comparators[0])
         for sign in OTHER_COMPARISONS.get(type(node.ops[0]), ()):
-            yield place.replaced(node, joined(left, sign, right))
+            if (sign, right) != ("<", "0"):  # no rank and no count is negative
+                yield place.replaced(node, joined(left, sign, right))
 
 
 def condition_left_out(node: ast.BoolOp, place: Place) -> Iterator[Change]:

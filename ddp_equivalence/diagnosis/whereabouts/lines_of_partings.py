@@ -19,6 +19,7 @@ from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import with_unlike_
 from ddp_equivalence.diagnosis.whereabouts.operation_names import called
 from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting
+from ddp_equivalence.diagnosis.whereabouts.reduction_fault import CHANGED_AFTERWARDS
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     MOST_LINES,
     Whereabouts,
@@ -47,6 +48,14 @@ ROUNDING = 1e-6
 ONLY_RANKS = "one rank does not run it; from here on the values are others"
 
 PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
+
+
+def changes_right_gradients_alone(found: Whereabouts | None) -> bool:
+    """True if the step changes gradients that were right, on one rank as on several. That may be
+    wanted, such as clipping, and any edit would only undo it.
+    """
+    changes = found is not None and found.headline == CHANGED_AFTERWARDS
+    return changes and found is not None and found.beside_one_rank.startswith(WRONG_ALONE)
 
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:

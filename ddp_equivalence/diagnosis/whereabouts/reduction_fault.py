@@ -41,6 +41,8 @@ HEADLINES = {
     "broadcast": "the gradients of one rank are sent to all",
 }
 
+CHANGED_AFTERWARDS = "right gradients are changed afterwards"
+
 
 def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) -> Whereabouts | None:
     """Where the gradients leave the right way; None if none of them does."""
@@ -164,7 +166,7 @@ def _changed_after_it_was_right(pieces: Pieces, path: Path, wanted: Wanted) -> W
     again = wrong.call.line == right.call.line
     return Whereabouts(
         "reduction",
-        "right gradients are changed afterwards",
+        CHANGED_AFTERWARDS,
         f"They were {mix_text(right.mix, pieces)}. Then {what}, and they were {text}.",
         distinct(
             [

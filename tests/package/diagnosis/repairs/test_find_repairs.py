@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.case import settings
+from ddp_equivalence.case.edit import Edit, EditKind
 from ddp_equivalence.diagnosis.expectation import expected_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs import find_repairs as module
@@ -24,6 +27,7 @@ from ddp_equivalence.diagnosis.repairs.find_repairs import (
     lines_of_the_big_batch,
     may_change,
 )
+from ddp_equivalence.diagnosis.repairs.in_general import in_general
 from ddp_equivalence.diagnosis.repairs.repair import Repairs
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.whereabouts import own_errors
@@ -151,6 +155,7 @@ def test_a_right_edit_counts_as_tried_only_if_there_is_time_to_verify_it(
     monkeypatch.setattr(module, "try_edits", both)
     monkeypatch.setattr(module, "leaves_the_big_batch", lambda *_: True)
     monkeypatch.setattr(module, "may_change", lambda *_: True)
+    monkeypatch.setattr(module, "in_general", lambda *given: given[3])
     assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (2, 9)
     monkeypatch.setattr(module, "PART_TO_VERIFY", -1.0)
     assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (1, 8)
@@ -246,6 +251,99 @@ def test_a_repair_is_found(
     assert any("rank.world_size + number" in line for line in lines), lines
     assert len(lines) == len(set(lines))  # one for each line
     assert len(str(verdict).splitlines()) <= 16
+
+
+def decays_on_rank_1(model: nn.Module, shard: Any, rank: Rank) -> None:
+    value = shared_loss(model, shard)
+    if rank.rank == 1:
+        value = value + sum(one.square().sum() for one in model.parameters())
+    value.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
+def starts_late(model: nn.Module, batch: Any, rank: Rank) -> None:
+    """Reads too few examples, and would be right if each rank read all of them."""
+    size = 12 // rank.world_size
+    first = rank.rank * size + rank.rank - 1
+    step_of_mean(model, {name: one[max(first, 0) : first + size] for name, one in batch.items()})
+
+
+def step_of_mean(model: nn.Module, shard: Any) -> None:
+    shared_loss(model, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def scaled_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
+    step_of_mean(model, shard)
+    norm = sum(one.grad.square().sum() for one in model.parameters() if one.grad is not None) ** 0.5
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.1 / norm)
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "hides", "repairs"),
+    [
+        pytest.param(
+            decays_on_rank_1, "if rank.rank == 1:", "if rank.rank > 1:", "if False:",
+            id="a rank that the layout lacks",
+        ),
+        pytest.param(
+            starts_late,
+            "one[max(first, 0) : first + size]",
+            "one",
+            "one[rank.rank * size : rank.rank * size + size]",
+            id="each rank sees the whole batch",
+        ),
+    ],
+)  # fmt: skip
+def test_an_edit_counts_only_if_it_repairs_another_layout_as_well(
+    step: Any, before: str, hides: str, repairs: str
+) -> None:
+    shards = "own" if step is starts_late else "equal"
+    case = own_case(loss=shared_loss, dtype=torch.float64, shards=shards)
+    request = read_request(case, step, {})
+    source = Path(__file__).read_bytes()
+    start = source.index(before.encode())
+    line = source[:start].count(b"\n") + 1
+    codes = {}
+    for number, text in enumerate((hides, repairs)):
+        edit = Edit(__file__, line, start, start + len(before), text, EditKind.CONDITION)
+        code = module.edited_code(edit, source)
+        assert code is not None
+        codes[number] = code
+    until = time.monotonic() + 60.0
+    assert in_general(request, expected_of(request), codes, [0, 1], until) == [1]
+
+
+def test_no_edits_of_a_step_that_changes_right_gradients_on_purpose_are_tried(
+    tried: list[float],
+) -> None:
+    verdict = judged(scaled_by_hand, {})
+    assert verdict.outcome == "different"
+    assert not tried, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("clip_grad_norm_", "clip_grad_value_"),
+        ("F.dropout(rows)", "rows"),
+        ("value + penalty", "value"),
+    ],
+)
+def test_no_edit_takes_away_what_somebody_wanted(before: str, after: str) -> None:
+    text = "def step(value, rows, penalty):\n"
+    text += "    return clip_grad_norm_(F.dropout(rows), value + penalty)\n"
+    for edit in edits_of("some.py", text, {2}):
+        changed = text[: edit.start] + edit.text + text[edit.end :]
+        assert text.replace(before, after) != changed
 
 
 def test_a_check_that_passes_starts_no_more_ranks() -> None:
