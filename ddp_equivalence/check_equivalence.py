@@ -24,6 +24,7 @@ from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.no_optimizer_step import no_optimizer_step
 from ddp_equivalence.diagnosis.state_that_matters import finding_of_state, state_that_matters
 from ddp_equivalence.diagnosis.time_left import TimeLeft
+from ddp_equivalence.diagnosis.unknown import Unknown
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.check_options import CheckOptions
 from ddp_equivalence.measurement.lane_of_case import subject_named
@@ -228,7 +229,8 @@ def _same_if_shown(
     """
     comparison, evidence = measurement.comparison, measurement.evidence
     why_unknown = (
-        no_devices.against_idle_data_parallel(evidence)
+        _unless_it_is_built_alike(request, verdict)
+        or no_devices.against_idle_data_parallel(evidence)
         or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
         or vacuity.against_a_hidden_plant(request.plant, request.processes)
     )
@@ -243,6 +245,13 @@ def _same_if_shown(
         finding = finding_of_state(state, evidence, verdict.observed)
         return replace(verdict, outcome="different", cause=finding.cause, findings=(finding,))
     return replace(verdict, outcome="same")
+
+
+def _unless_it_is_built_alike(request: Request, verdict: Verdict) -> Unknown | None:
+    """A model of the user's may be another one at each call."""
+    if request.case.is_catalogue or verdict.analysis is None:
+        return None
+    return vacuity.against_another_start(verdict.analysis.reference, verdict.evidence)
 
 
 def _different_if_comparable(

@@ -114,7 +114,9 @@ def _cannot_show(why: str) -> Unknown:
 
 
 def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> Unknown | None:
-    """A difference says nothing about the step if it started from other weights."""
+    """Nothing is shown of a step that started from other weights; nor by a model that is another
+    one at each call, because limits are measured with new ones.
+    """
     start = digest(dict(build_model(reference.case).named_parameters()))
     other = [str(rank) for rank, one in evidence.items() if one.start != start]
     if not other:

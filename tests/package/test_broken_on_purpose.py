@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -215,6 +216,19 @@ def test_ranks_that_build_other_weights_than_the_reference_are_unknown() -> None
     verdict = check(own_case(model=build_by_rank), by_hand)
     assert verdict.outcome == "unknown"
     assert "rank 1 builds other weights than the reference" in verdict.reason
+
+
+def test_a_model_that_is_another_one_at_each_call_is_unknown() -> None:
+    """The ranks and the reference build the first one; limits are measured with the next ones."""
+    numbers = itertools.count()
+
+    def build_another() -> nn.Module:
+        torch.manual_seed(next(numbers))
+        return build_model()
+
+    verdict = check(own_case(model=build_another), right_step)
+    assert verdict.outcome == "unknown", verdict
+    assert "build other weights than the reference" in verdict.reason
 
 
 def test_a_rank_that_dies_is_a_failure_of_the_run_and_not_a_difference() -> None:
