@@ -192,7 +192,7 @@ class Oracle:
         if len(group) == 1:
             per_step = len(self._record.step(0, group[0]).losses)
             known = max(1, most_micro_batches(self._record, group))
-            return (micro_batches * max(1, per_step // known),)
+            return (max(1, micro_batches * per_step // known),)  # some may have been left out
         return tuple(len(self._record.step(0, number).losses) for number in group)
 
     def _other_arrangement(self, found: tuple[int, ...], group: tuple[int, ...]) -> bool:

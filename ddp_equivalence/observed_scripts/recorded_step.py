@@ -93,7 +93,8 @@ class RecordedStep:
     line that called the optimizer, and ``backward_at`` those that called backward. ``autocast``:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
-    that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
+    that was called normalises by the statistics of its batch. ``by_grad``: its backward passes
+    were calls of ``torch.autograd.grad``. ``read``: as in ``AnswerOfStep``.
     ``results``: the mark of what each call returned, see ``mark_of``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
     frozen them. ``earlier``: lines that ran before. ``epoch``: of the first loader.
@@ -117,6 +118,7 @@ class RecordedStep:
     autocast: tuple[str, ...] = ()
     planted: int | None = None
     batch_norm: bool = False
+    by_grad: bool = False
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
     results: tuple[float, ...] = ()

@@ -122,6 +122,27 @@ def _watch_backward(watch: Watch) -> None:
             watch.after_backward()
 
     torch.autograd.backward = watched
+    grad = torch.autograd.grad
+    signature = inspect.signature(grad)
+
+    @counts_as_torch
+    @functools.wraps(grad)
+    def watched_grad(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() or not watch.is_on():
+            return grad(*arguments, **named)
+        given = signature.bind(*arguments, **named).arguments
+        roots, inputs = (
+            (one,) if isinstance(one, Tensor) else tuple(one)
+            for one in (given["outputs"], given["inputs"])
+        )
+        if not watch.before_grad(roots, inputs):
+            return grad(*arguments, **named)
+        try:
+            return grad(*arguments, **named)
+        finally:
+            watch.after_backward()
+
+    torch.autograd.grad = watched_grad
 
 
 def _watch_optimizers(watch: Watch) -> None:

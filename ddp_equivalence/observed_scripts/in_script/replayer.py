@@ -74,6 +74,12 @@ class Replayer(Watch):
         query = self._asked.query(self._done)
         return query, query.steps[min(len(self._answers), len(query.steps) - 1)]
 
+    @property
+    def counts_grads(self) -> bool:
+        """As on the ranks."""
+        query, number = self._now
+        return self._reader(query.ranks[0], number).step.by_grad
+
     def ends_step(self) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
         query, number = self._now

@@ -71,6 +71,11 @@ class Watch:
         return get_worker_info() is None
 
     @property
+    def counts_grads(self) -> bool:
+        """A call of ``torch.autograd.grad`` may be a backward pass of this step."""
+        return True
+
+    @property
     def keeps_tensors(self) -> bool:
         """False in a step whose weights and gradients nobody will ask for."""
         return True
@@ -195,9 +200,23 @@ class Watch:
         if before is not None and by_the_script:  # initial weights were drawn before that
             self.now.draws |= not torch.equal(before, self._last_state)
 
-    def before_backward(self, roots: Sequence[Tensor]) -> None:
-        """A backward pass begins."""
+    def before_grad(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """``torch.autograd.grad`` is called. True if it counts as a backward pass: it computes
+        gradients of parameters, and the script has not gone backward since the last step.
+        """
+        names = [self.names.of_parameter(one) for one in inputs if isinstance(one, nn.Parameter)]
+        passes_before = bool(self.now.losses) and not self.now.by_grad
+        if passes_before or not any(names) or not self.counts_grads:
+            return False
+        self.before_backward(roots, by_grad=True)
+        return True
+
+    def before_backward(self, roots: Sequence[Tensor], by_grad: bool = False) -> None:
+        """A backward pass begins. ``by_grad``: ``torch.autograd.grad`` computes it."""
         self.goes_on()
+        if self.now.by_grad and not by_grad:
+            self.now.forget_grads()
+        self.now.by_grad = by_grad
         self.note_draws()
         self._scale_of_backward = self.loss_scale if self.gradients_are_scaled else 1.0
         values = [float(root.detach()) for root in roots if root.numel() == 1]
