@@ -28,7 +28,8 @@ def reads_otherwise(step: ObservedStep) -> Unknown | None:
     """Why a difference may lie in the replay: a rank's model was called with other values than in
     one process, which was given the rows of that rank alone.
     """
-    for rank, rows in enumerate(step.rows_by_rank):
+    left_out = step.record.left_out(step.group)  # the model was called with those, too
+    for rank, rows in enumerate(() if left_out else step.rows_by_rank):
         try:
             alone = step.answer(rows).read
         except CannotReplay:

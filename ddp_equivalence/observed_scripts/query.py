@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.recorded_step import digests_of_micro_batches
+from ddp_equivalence.observed_scripts.recorded_step import as_tuples, digests_of_micro_batches
 from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ row has several entries, those of one row stand together, or else the first entr
 first, and then the second ones. ``in dim 1``: not in dim 0, which is the time in some models.
 ``no rows``: the numbers belong to no row, such as noise that is added to weights.
 """
+
+
+def path_of_kept(folder: Path, steps: tuple[int, ...]) -> Path:
+    """Where the process listens that is kept at the beginning of these steps."""
+    return folder / f"kept{steps[0]}"
+
 
 KINDS = ("own", "before_clip", "held")
 """Of gradients. One that is not in a file has the values of the next that is."""
@@ -46,7 +52,8 @@ class Query:
     ``row_order``: that of random numbers. ``logged``: the name of a
     module; from its first call on, the operations of torch are logged. "" for none. ``is_epoch``:
     the script gets these micro-batches as an epoch of their own, because on the ranks they ended
-    one, and may have been fewer than usual.
+    one, and may have been fewer than usual. ``keep``: keep a process at the beginning of the steps,
+    which answers what is asked of them later.
     """
 
     number: int
@@ -57,6 +64,7 @@ class Query:
     row_order: RowOrder = "by row"
     logged: str = ""
     is_epoch: bool = False
+    keep: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -70,28 +78,9 @@ class Query:
     @classmethod
     def from_json(cls, text: str) -> Query:
         """What ``to_json`` wrote."""
-        raw = json.loads(text)
-        micro_batches = tuple(
-            tuple(
-                Piece(
-                    one["rank"],
-                    one["micro_batch"],
-                    None if one["rows"] is None else tuple(one["rows"]),
-                )
-                for one in pieces
-            )
-            for pieces in raw["micro_batches"]
-        )
-        return cls(
-            raw["number"],
-            tuple(raw["steps"]),
-            micro_batches,
-            raw["weights_of"],
-            raw["nudge"],
-            raw["row_order"],
-            raw["logged"],
-            raw["is_epoch"],
-        )
+        raw = as_tuples(json.loads(text))
+        micro_batches = (tuple(Piece(**one) for one in pieces) for pieces in raw["micro_batches"])
+        return cls(**{**raw, "micro_batches": tuple(micro_batches)})
 
 
 @dataclass(frozen=True)
@@ -212,19 +201,5 @@ class Answer:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Answer:
         """What ``to_json`` wrote."""
-        steps = tuple(
-            AnswerOfStep(
-                one["number"],
-                one["file"],
-                tuple(one["losses"]),
-                tuple(one["without_gradient"]),
-                one["unnamed"],
-                tuple(one["counts"]),
-                tuple(map(tuple, one["read"])),
-                one["of_other_parameters"],
-                one["lowest"],
-                tuple(one["results"]),
-            )
-            for one in raw["steps"]
-        )
+        steps = tuple(AnswerOfStep(**as_tuples(one)) for one in raw["steps"])
         return cls(raw["number"], steps, raw["missed"], raw["operations"])

@@ -94,7 +94,8 @@ class RecordedStep:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``by_grad``: its backward passes
-    were calls of ``torch.autograd.grad``. ``read``: as in ``AnswerOfStep``.
+    were calls of ``torch.autograd.grad``. ``left_out``: the batches of the first loader, by their
+    number in the step, with which it did not go backward. ``read``: as in ``AnswerOfStep``.
     ``results``: the mark of what each call returned, see ``mark_of``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
     frozen them. ``earlier``: lines that ran before. ``epoch``: of the first loader.
@@ -119,6 +120,7 @@ class RecordedStep:
     planted: int | None = None
     batch_norm: bool = False
     by_grad: bool = False
+    left_out: tuple[int, ...] = ()
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
     results: tuple[float, ...] = ()
@@ -133,18 +135,7 @@ class RecordedStep:
     @classmethod
     def from_json(cls, text: str) -> RecordedStep:
         """What ``to_json`` wrote."""
-        raw: dict[str, Any] = json.loads(text)
-        for name in (
-            "optimizers",
-            "losses",
-            "batch_counts",
-            "without_gradient",
-            "autocast",
-            "loaders",
-            "results",
-        ):
-            raw[name] = tuple(raw[name])
-        raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])
+        raw: dict[str, Any] = as_tuples(json.loads(text))
         raw["calls"] = tuple(
             SeenCall(**{**call, "place": Place(**call["place"])}) for call in raw["calls"]
         )
@@ -153,11 +144,17 @@ class RecordedStep:
         )
         raw["frozen"] = {name: Place(**place) for name, place in raw["frozen"].items()}
         raw["earlier"] = EarlierPlaces.from_json(raw["earlier"])
-        raw["read"] = tuple(map(tuple, raw["read"]))
         raw["epoch"] = Epoch(**raw["epoch"])
         raw["stepped_at"] = Place(**raw["stepped_at"])
         raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
         return cls(**raw)
+
+
+def as_tuples(value: Any) -> Any:
+    """What ``json`` has read, with tuples in the place of its lists."""
+    if isinstance(value, dict):
+        return {name: as_tuples(one) for name, one in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def digests_of_micro_batches(

@@ -123,22 +123,15 @@ def _watch_backward(watch: Watch) -> None:
 
     torch.autograd.backward = watched
     grad = torch.autograd.grad
-    signature = inspect.signature(grad)
 
     @counts_as_torch
     @functools.wraps(grad)
-    def watched_grad(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or not watch.is_on():
-            return grad(*arguments, **named)
-        given = signature.bind(*arguments, **named).arguments
-        roots, inputs = (
-            (one,) if isinstance(one, Tensor) else tuple(one)
-            for one in (given["outputs"], given["inputs"])
-        )
-        if not watch.before_grad(roots, inputs):
-            return grad(*arguments, **named)
+    def watched_grad(outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        is_watched = not torch.compiler.is_compiling() and watch.is_on()
+        if not is_watched or not watch.before_grad(outputs, inputs):
+            return grad(outputs, inputs, *arguments, **named)
         try:
-            return grad(*arguments, **named)
+            return grad(outputs, inputs, *arguments, **named)
         finally:
             watch.after_backward()
 

@@ -193,7 +193,7 @@ class Recorder(Watch):
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
         self._look_closer(name)
-        self._fetched.trained_with((arguments, named))
+        self._fetched.trained_with((arguments, named), len(self.now.losses))
         return arguments, named
 
     def not_trained(self, arguments: Any, named: Any) -> None:
@@ -277,6 +277,7 @@ class Recorder(Watch):
             batches=self._fetched.used,
             loaders=self._fetched.loaders,
             batch_counts=tuple(counts),
+            left_out=self._fetched.left_out(len(seen.losses)),
             calls=tuple(seen.calls),
             results=tuple(seen.results),
             clips=tuple(seen.clips),

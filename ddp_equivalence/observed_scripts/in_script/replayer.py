@@ -21,6 +21,7 @@ from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
+from ddp_equivalence.observed_scripts.in_script.kept_steps import keep
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -122,6 +123,7 @@ class Replayer(Watch):
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Put the recorded weights and buffers in place."""
+        self._keep(self._now[0])
         query, number = self._now
         if query.nudge and self.float64 and self._nudged_inside is None:
             self._generators.begin()  # which stays, so it must be the outer one
@@ -140,6 +142,11 @@ class Replayer(Watch):
                     tensor.data.copy_(value)
                     if query.nudge and isinstance(module_parameters.get(inner), nn.Parameter):
                         nudge_each([tensor.data], query.nudge)
+
+    def _keep(self, query: Query) -> None:
+        """Keep a process where a step begins. In a fork of it, another query takes its place."""
+        if query.keep and not self._answers and (asked := keep(query, self._line)) is not None:
+            self._asked.replace_last(asked)
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
@@ -178,6 +185,7 @@ class Replayer(Watch):
         if not self._fed_loaders.is_fed(loader):
             return native
         position = self._fed_loaders.next_batch(loader)
+        self._keep(self._asked.of_batch(position)[0])
         query, place_in_query = self._asked.of_batch(position)
         pieces: Sequence[Piece] = query.micro_batches[place_in_query]
         where = {

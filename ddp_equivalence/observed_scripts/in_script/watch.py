@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
@@ -200,15 +201,15 @@ class Watch:
         if before is not None and by_the_script:  # initial weights were drawn before that
             self.now.draws |= not torch.equal(before, self._last_state)
 
-    def before_grad(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    def before_grad(self, outputs: Any, inputs: Any) -> bool:
         """``torch.autograd.grad`` is called. True if it counts as a backward pass: it computes
         gradients of parameters, and the script has not gone backward since the last step.
         """
-        names = [self.names.of_parameter(one) for one in inputs if isinstance(one, nn.Parameter)]
-        passes_before = bool(self.now.losses) and not self.now.by_grad
-        if passes_before or not any(names) or not self.counts_grads:
+        if (self.now.losses and not self.now.by_grad) or not self.counts_grads:
             return False
-        self.before_backward(roots, by_grad=True)
+        if not any(map(self.names.of_parameter, tensors_of(inputs))):
+            return False
+        self.before_backward(tensors_of(outputs), by_grad=True)
         return True
 
     def before_backward(self, roots: Sequence[Tensor], by_grad: bool = False) -> None:
