@@ -30,6 +30,9 @@ def path_of_kept(folder: Path, steps: tuple[int, ...]) -> Path:
     return folder / f"kept{steps[0]}"
 
 
+STATE = "state "
+"""Before the digest of the state of a generator."""
+
 KINDS = ("own", "before_clip", "held")
 """Of gradients. One that is not in a file has the values of the next that is."""
 
@@ -107,6 +110,7 @@ class AnswerOfStep:
     of_other_parameters: bool = False
     lowest: str = ""
     results: tuple[float, ...] = ()
+    in_python: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -135,7 +139,7 @@ class AnswerOfStep:
         read = digests_of_micro_batches(seen.calls, seen.call_rows)
         others = bool(recorded) and bool(seen.held) and seen.held.keys().isdisjoint(recorded)
         losses = tuple(seen.losses)
-        about_calls = (counts, read, others, lowest, tuple(seen.results))
+        about_calls = (counts, read, others, lowest, tuple(seen.results), seen.in_python)
         return cls(number, str(file), losses, missing, seen.unnamed, *about_calls)
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:

@@ -95,7 +95,8 @@ class RecordedStep:
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``by_grad``: its backward passes
     were calls of ``torch.autograd.grad``. ``left_out``: the batches of the first loader, by their
-    number in the step, with which it did not go backward. ``read``: as in ``AnswerOfStep``.
+    number in the step, with which it did not go backward. ``in_python``: see
+    ``held_in_python``. ``read``: as in ``AnswerOfStep``.
     ``results``: the mark of what each call returned, see ``mark_of``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
     frozen them. ``earlier``: lines that ran before. ``epoch``: of the first loader.
@@ -121,6 +122,7 @@ class RecordedStep:
     batch_norm: bool = False
     by_grad: bool = False
     left_out: tuple[int, ...] = ()
+    in_python: Mapping[str, str] = field(default_factory=dict)
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
     results: tuple[float, ...] = ()

@@ -63,6 +63,7 @@ def _renew_groups() -> None:
     """Let the groups of one process reduce again: a fork has no threads of gloo."""
     for group in list(distributed_c10d._world.pg_map):
         if group.size() == 1 and dist.get_backend(group) == "gloo":
-            new = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=5))
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            new = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=5))
             kind = dist.ProcessGroup.BackendType.CUSTOM
             group._register_backend(torch.device("cpu"), kind, new)

@@ -292,6 +292,7 @@ class Recorder(Watch):
             autocast=tuple(sorted(seen.autocast)),
             batch_norm=seen.batch_norm,
             by_grad=seen.by_grad,
+            in_python=seen.in_python,
             frozen=seen.frozen,
             earlier=self._earlier_lines.places(seen.optimizer, loader, self.names),
             read=digests_of_micro_batches(seen.calls, seen.call_rows),

@@ -274,8 +274,15 @@ class Replayer(Watch):
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
         if self._draws(query):
-            pieces = query.micro_batches[event.passes % len(query.micro_batches)]
-            sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
+            step = self._reader(query.ranks[0], number).step
+            read = sum(loader == 0 for loader, _ in step.batches) - len(step.left_out)
+            each = max(1, len(step.losses) // read) if read else 1  # passes of a micro-batch
+            place, further = divmod(event.passes, each)
+            pieces = query.micro_batches[place % len(query.micro_batches)]
+            sources = [
+                self._source(one, number, event.name(one.micro_batch * each + further))
+                for one in pieces
+            ]
             self._generators.counts = True
             self._generators.use(sources, True, query.row_order)
 

@@ -24,7 +24,7 @@ class StepInProgress:
     loss scale of each backward pass. ``stale``: gradients that were there before the first one.
     ``generators``: states of torch's generator, by the event before which they were taken.
     ``optimizer``: the one that steps. ``by_grad``: its backward passes were calls of
-    ``torch.autograd.grad``.
+    ``torch.autograd.grad``. ``in_python``: what the script held when it first called a module.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class StepInProgress:
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False
     by_grad: bool = False
+    in_python: dict[str, str] = field(default_factory=dict)
 
     def forget_grads(self) -> None:
         """The script goes backward after all: what ``torch.autograd.grad`` computed until now is a

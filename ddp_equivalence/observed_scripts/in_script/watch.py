@@ -21,6 +21,7 @@ from ddp_equivalence.observed_scripts.in_script.generator_states import (
     follow_device,
     generator_state,
 )
+from ddp_equivalence.observed_scripts.in_script.held_in_python import held_in_python
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
@@ -156,6 +157,8 @@ class Watch:
         self.goes_on()
         name = self.names.of(module)
         self._hook_parameters(name, module)
+        if not self.now.entered and self.keeps_tensors:
+            self.now.in_python = held_in_python(module)
         if name not in self.now.entered:
             self.now.entered.add(name)
             self.enters(name, module)

@@ -62,7 +62,7 @@ def test_a_batch_that_the_script_has_not_got_yet_is_of_no_step(fetched: FetchedB
     fetch(fetched, TRAINING, 1, given=False)
     fetch(fetched, TRAINING, 2, given=False)
     fetched.give(TRAINING)
-    fetched.trained_with(batch(1) + 0.5)  # not recognised
+    fetched.trained_with(batch(1) + 0.5, 0)  # not recognised
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
     first = fetched.batches_of_step()[0]
@@ -119,7 +119,7 @@ def test_loaders_are_numbered_in_the_order_of_training(fetched: FetchedBatches) 
 def test_batches_that_are_never_trained_with_are_forgotten(fetched: FetchedBatches) -> None:
     for number in range(MOST_AHEAD + 3):
         fetch(fetched, OTHER, number)
-    fetched.trained_with(batch(1))  # too late: it is not kept any more
+    fetched.trained_with(batch(1), 0)  # too late: it is not kept any more
     assert fetched.used == ()
     fetched.trained_with(batch(MOST_AHEAD), 0)
     assert fetched.batches_of_step()
