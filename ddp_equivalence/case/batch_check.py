@@ -75,7 +75,7 @@ def check_that_it_is_clear(batch: Any, dims: BatchDims, count: int) -> None:
         else:
             right = f"clear: this has {count} entries and {count} examples. Say {by_example} if "
             right += f"each example has one of them, or {whole} if every rank has all of them"
-        raise BadCase("batch", path, right)
+        raise BadCase("batch", path or type(batch).__name__, right)
 
 
 def _unclear(value: Any, dims: BatchDims, count: int, path: str) -> Iterator[tuple[str, str]]:
@@ -96,6 +96,10 @@ def _unclear(value: Any, dims: BatchDims, count: int, path: str) -> Iterator[tup
             yield path, "entries"
             return
         if said == UNSAID and all(isinstance(one, Tensor) for one in value):
+            yield path, "tensors"
+    elif not path and _is_sequence(value) and len(value) == count > 2:
+        kinds = {(one.dtype, one.ndim) if isinstance(one, Tensor) else None for one in value}
+        if said == UNSAID and len(kinds) == 1 and None not in kinds:  # such as a list of images
             yield path, "tensors"
     for end, child in inside:
         yield from _unclear(child, dims, count, path + end)

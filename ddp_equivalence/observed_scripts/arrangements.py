@@ -34,7 +34,11 @@ def arranged(
         for number, count in enumerate(record.counts(rank, group))
     }
     arrangement = arrangement_of(record, arrangement, group)
-    each = most_micro_batches(record, group)
+    left_out, each = record.left_out(group), most_micro_batches(record, group)
+    if left_out and len(rows) == len(record.rows(group)):
+        rows = (*rows, *record.rows(group, left_out))  # the script leaves them out again
+    else:
+        each -= len(left_out)
     units: dict[object, list[Row]] = defaultdict(list)
     for row in rows:
         one_by_one = row.micro_batch, row.rank

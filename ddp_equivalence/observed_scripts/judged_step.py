@@ -38,6 +38,7 @@ from ddp_equivalence.observed_scripts.measured_step import (
 from ddp_equivalence.observed_scripts.not_comparable import (
     against_an_idle_plant,
     against_the_names,
+    draws_by_rank,
     draws_otherwise,
     padded_by_guess,
     reads_otherwise,
@@ -228,7 +229,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
     best = findings[0] if findings and findings[0].accepted else None
     if best is None or step.record.is_cut_short(step.group):
-        why = unfaithful(step, seen) or draws_otherwise(step, analysis)
+        why = unfaithful(step, seen) or draws_otherwise(step, analysis) or draws_by_rank(step)
         if why is not None:
             return unknown(verdict, why)
     findings = with_one_process(step, analysis, findings, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from math import isclose
 
 import torch
@@ -15,6 +16,7 @@ from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import left_over
+from ddp_equivalence.observed_scripts.query import STATE
 from ddp_equivalence.observed_scripts.rows import guessed_paddings
 from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
@@ -28,7 +30,8 @@ def reads_otherwise(step: ObservedStep) -> Unknown | None:
     """Why a difference may lie in the replay: a rank's model was called with other values than in
     one process, which was given the rows of that rank alone.
     """
-    for rank, rows in enumerate(step.rows_by_rank):
+    left_out = step.record.left_out(step.group)  # the model was called with those, too
+    for rank, rows in enumerate(() if left_out else step.rows_by_rank):
         try:
             alone = step.answer(rows).read
         except CannotReplay:
@@ -41,7 +44,7 @@ def reads_otherwise(step: ObservedStep) -> Unknown | None:
                 UnknownBecause.CANNOT_REPLAY,
                 f"one process was given the rows of rank {rank} alone, and called its model with "
                 "other values than that rank. Either the script changes its rows by rank, or at "
-                "random in a way that torch's own generator does not decide",
+                "random in a way that torch's own generator does not decide" + _held(step, rank),
             )
     return None
 
@@ -107,8 +110,29 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
         f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
         "depends on something that is in no weight, buffer or batch, and is not drawn from the "
         "default random generators of torch"
-        + (". It may be the length of the loader, which is another one here" if end else ""),
+        + (". It may be the length of the loader, which is another one here" if end else "")
+        + _held(step, *range(step.record.world_size)),
     )
+
+
+def _held(step: ObservedStep, *ranks: int) -> str:
+    """Generators and numbers of the script that one process held otherwise than a rank, and that
+    change from step to step.
+    """
+    texts = []
+    for rank in ranks:
+        with suppress(CannotReplay):
+            alone = step.answer(step.rows_by_rank[rank]).in_python
+            held = step.record.step(rank, step.number).in_python
+            others = [step.record.step(rank, one).in_python for one in step.record.steps]
+            names = [
+                name
+                for name in held
+                if held[name] != alone.get(name, held[name])
+                and (len(others) == 1 or any(held[name] != one.get(name) for one in others))
+            ]
+            texts += [f"{one} ({held[one]} on rank {rank}, {alone[one]} here)" for one in names]
+    return f". These are in another state there: {', '.join(texts[:6])}" if texts else ""
 
 
 def _communicates_before_backward(seen: Observation) -> bool:
@@ -148,6 +172,20 @@ def _models_return_the_same(step: ObservedStep) -> bool:
         if not all(isclose(one, other, rel_tol=FAITHFUL) for one, other in pairs):
             return False
     return True
+
+
+def draws_by_rank(step: ObservedStep) -> Unknown | None:
+    """Why a difference may lie in a generator of the script: a rank, which draws from it, had it in
+    another state than one process, and computes another loss than its rows give there.
+    """
+    for rank, rows in enumerate(step.rows_by_rank):
+        with suppress(CannotReplay):
+            own, alone = step.record.step(rank, step.number), step.answer(rows)
+            held = _held(step, rank)
+            if STATE in held and not isclose(sum(own.losses), sum(alone.losses), rel_tol=FAITHFUL):
+                why = f"rank {rank} may have drawn other numbers than one process{held}"
+                return Unknown(UnknownBecause.CANNOT_REPLAY, why)
+    return None
 
 
 def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown | None:

@@ -23,8 +23,13 @@ from ddp_equivalence.observed_scripts.arrangements import (
     most_micro_batches,
 )
 from ddp_equivalence.observed_scripts.query import Answer, Query, RowOrder, State
+from ddp_equivalence.observed_scripts.question_line import LEFT_OUT, MOST_TIMES
 from ddp_equivalence.observed_scripts.record import Record, Row
-from ddp_equivalence.observed_scripts.running_script import CannotReplay, RunningScript
+from ddp_equivalence.observed_scripts.running_script import (
+    CANNOT_HAVE,
+    CannotReplay,
+    RunningScript,
+)
 from ddp_equivalence.observed_scripts.told import Told
 
 MOST_TURNS = 12
@@ -42,7 +47,7 @@ class Oracle:
     ``log``: the file for what it prints. ``record``: of the ranks. ``told``: what its
     processes are told. ``deadline``: the seconds that one answer may take. ``arrangement``: the one
     to begin with; ``arrangements``: those of all answers. ``row_order``: as in ``Query``, may be
-    changed.
+    changed. ``keeps``: from now on, a process is kept at the beginning of each step.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Oracle:
         self.missed: dict[str, int] = {}
         self.row_order: RowOrder = "in dim 1" if record.time_first else "by row"
         self.arrangements: set[Arrangement] = set()
+        self.keeps = False
 
     def close(self) -> None:
         """End the script. What it has answered stays known."""
@@ -163,10 +169,13 @@ class Oracle:
                 logged=logged,
                 is_epoch=is_epoch,
                 state=state,
+                keep=self.keeps,
             )
-            answer = self._ask(query)
+            answer = self._script.answer_of_kept(query) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
-            wanted = self._wanted(group, len(micro_batches))
+            left_out = self._record.left_out(group)
+            used = sum(pieces[0].micro_batch not in left_out for pieces in micro_batches)
+            wanted = self._wanted(group, used, len(left_out))
             if found == wanted:
                 self._require_rows(group, rows, answer)
                 self.missed |= answer.missed
@@ -199,11 +208,13 @@ class Oracle:
                     f"{wanted} on all ranks together: it does not take the rows that it is given"
                 )
 
-    def _wanted(self, group: tuple[int, ...], micro_batches: int) -> tuple[int, ...]:
-        """The backward passes that each step of a group should have."""
+    def _wanted(self, group: tuple[int, ...], micro_batches: int, left_out: int) -> tuple[int, ...]:
+        """The backward passes that each step of a group should have. ``left_out``: so many
+        micro-batches of a rank have none.
+        """
         if len(group) == 1:
             per_step = len(self._record.step(0, group[0]).losses)
-            known = max(1, most_micro_batches(self._record, group))
+            known = max(1, most_micro_batches(self._record, group) - left_out)
             return (micro_batches * max(1, per_step // known),)
         return tuple(len(self._record.step(0, number).losses) for number in group)
 
@@ -227,7 +238,7 @@ class Oracle:
     # --- the process
 
     def _ask(self, query: Query) -> Answer:
-        restarts = others = 0
+        restarts = others = given = 0
         started = time.monotonic()
         while True:
             line = self._script.line(started)
@@ -242,9 +253,13 @@ class Oracle:
             kind, _, text = line.partition(" ")
             if kind == "next":
                 self._script.send(query)
+                given += 1
+                if given > MOST_TIMES:
+                    self._script.stop()
+                    raise CannotReplay(f"one process does not compute these rows: {LEFT_OUT}")
             elif kind == "cannot":
                 self._script.stop()
-                raise CannotReplay(f"one process cannot have the rows of all ranks: {text}")
+                raise CannotReplay(f"{CANNOT_HAVE}: {text}")
             elif kind == "answer":
                 answer = Answer.from_json(json.loads(text))
                 self._script.answered += 1

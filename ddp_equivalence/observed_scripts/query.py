@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.recorded_step import digests_of_micro_batches
+from ddp_equivalence.observed_scripts.recorded_step import as_tuples, digests_of_micro_batches
 from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 if TYPE_CHECKING:
@@ -23,6 +23,15 @@ row has several entries, those of one row stand together, or else the first entr
 first, and then the second ones. ``in dim 1``: not in dim 0, which is the time in some models.
 ``no rows``: the numbers belong to no row, such as noise that is added to weights.
 """
+
+
+def path_of_kept(folder: Path, steps: tuple[int, ...]) -> Path:
+    """Where the process listens that is kept at the beginning of these steps."""
+    return folder / f"kept{steps[0]}"
+
+
+STATE = "state "
+"""Before the digest of the state of a generator."""
 
 KINDS = ("own", "before_clip", "held")
 """Of gradients. One that is not in a file has the values of the next that is."""
@@ -65,6 +74,7 @@ class Query:
     module; from its first call on, the operations of torch are logged. "" for none. ``is_epoch``:
     the script gets these micro-batches as an epoch of their own, because on the ranks they ended
     one, and may have been fewer than usual. ``state``: buffers that are not those of the record.
+    ``keep``: keep a process at the beginning of the steps, which answers what is asked of them later.
     """
 
     number: int
@@ -76,6 +86,7 @@ class Query:
     logged: str = ""
     is_epoch: bool = False
     state: State = field(default_factory=State)
+    keep: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -89,29 +100,10 @@ class Query:
     @classmethod
     def from_json(cls, text: str) -> Query:
         """What ``to_json`` wrote."""
-        raw = json.loads(text)
-        micro_batches = tuple(
-            tuple(
-                Piece(
-                    one["rank"],
-                    one["micro_batch"],
-                    None if one["rows"] is None else tuple(one["rows"]),
-                )
-                for one in pieces
-            )
-            for pieces in raw["micro_batches"]
-        )
-        return cls(
-            raw["number"],
-            tuple(raw["steps"]),
-            micro_batches,
-            raw["weights_of"],
-            raw["nudge"],
-            raw["row_order"],
-            raw["logged"],
-            raw["is_epoch"],
-            State(raw["state"]["file"], tuple(raw["state"]["names"])),
-        )
+        raw = as_tuples(json.loads(text))
+        micro_batches = (tuple(Piece(**one) for one in pieces) for pieces in raw["micro_batches"])
+        state = State(**raw["state"])
+        return cls(**{**raw, "micro_batches": tuple(micro_batches), "state": state})
 
 
 @dataclass(frozen=True)
@@ -138,6 +130,7 @@ class AnswerOfStep:
     of_other_parameters: bool = False
     lowest: str = ""
     results: tuple[float, ...] = ()
+    in_python: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -167,7 +160,7 @@ class AnswerOfStep:
         read = digests_of_micro_batches(seen.calls, seen.call_rows)
         others = bool(recorded) and bool(seen.held) and seen.held.keys().isdisjoint(recorded)
         losses = tuple(seen.losses)
-        about_calls = (counts, read, others, lowest, tuple(seen.results))
+        about_calls = (counts, read, others, lowest, tuple(seen.results), seen.in_python)
         return cls(number, str(file), losses, missing, seen.unnamed, *about_calls)
 
     def state_left(self) -> dict[str, Tensor]:
@@ -241,19 +234,5 @@ class Answer:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Answer:
         """What ``to_json`` wrote."""
-        steps = tuple(
-            AnswerOfStep(
-                one["number"],
-                one["file"],
-                tuple(one["losses"]),
-                tuple(one["without_gradient"]),
-                one["unnamed"],
-                tuple(one["counts"]),
-                tuple(map(tuple, one["read"])),
-                one["of_other_parameters"],
-                one["lowest"],
-                tuple(one["results"]),
-            )
-            for one in raw["steps"]
-        )
+        steps = tuple(AnswerOfStep(**as_tuples(one)) for one in raw["steps"])
         return cls(raw["number"], steps, raw["missed"], raw["operations"])

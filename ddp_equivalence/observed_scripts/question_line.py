@@ -10,6 +10,11 @@ from typing import NoReturn
 
 from ddp_equivalence.observed_scripts.query import Answer, Query
 
+MOST_TIMES = 64
+"""A query is given again so often, if the script does not step with it."""
+
+LEFT_OUT = "the script read them, and did not step with them"
+
 
 class QuestionLine:
     """``path``: of the socket, at which the judging process listens. The first use connects, so
@@ -23,6 +28,20 @@ class QuestionLine:
         self.folder = Path(path).parent
         self.answered = 0
         self._socket: socket.socket | None = None
+        self._only: Query | None = None
+        self._times = 0
+
+    def close(self) -> None:
+        """Leave the connection to another process."""
+        if self._socket is not None:
+            self._lines.close()
+            self._socket.close()
+
+    def asked_only_over(self, connection: socket.socket) -> Query:
+        """The query that comes over this connection: the only one to answer from now on."""
+        self._socket, self._lines = connection, connection.makefile("r", encoding="utf-8")
+        self._only = Query.from_json(self._read())
+        return self._only
 
     def next_query(self) -> Query | None:
         """Wait for the next query; None if there is none any more.
@@ -30,6 +49,11 @@ class QuestionLine:
         A loader that reads ahead asks before it has answered the query before. If there is no
         other one yet, it is given the same again; of several answers the first one counts.
         """
+        if self._only is not None:
+            self._times += 1
+            if self._times > MOST_TIMES:
+                self.refuse(LEFT_OUT)
+            return self._only
         self._send(f"next {self.answered}")
         text = self._read()
         return Query.from_json(text) if text else None
@@ -38,6 +62,8 @@ class QuestionLine:
         """Send an answer."""
         self._send(f"answer {answer.to_json()}")
         self.answered += 1
+        if self._only is not None and answer.number == self._only.number:
+            end_process()
 
     def refuse(self, reason: str) -> NoReturn:
         """Say why the query cannot be answered, and end the process."""

@@ -194,12 +194,26 @@ class Record:
         read = [rows for group in other.groups for rows in other.read(group)]
         return bool(read) and all(rows.time_first for rows in read)
 
-    def rows(self, group: Sequence[int]) -> tuple[Row, ...]:
-        """All rows that the ranks read in a group of steps: rank by rank, as each read them."""
+    def left_out(self, group: Sequence[int]) -> tuple[int, ...]:
+        """The micro-batches that the ranks have read, and then gone backward with others. None if
+        the ranks differ in that.
+        """
+        found = {
+            self.step(r, group[0]).left_out if self.feed == "loader" else ()
+            for r in range(self.world_size)
+        }
+        return found.pop() if len(found) == 1 else ()
+
+    def rows(self, group: Sequence[int], left_out: Sequence[int] = ()) -> tuple[Row, ...]:
+        """All rows with which the ranks have trained in a group of steps: rank by rank, as each
+        read them. ``left_out``: those of these micro-batches instead, which were left out.
+        """
+        others = self.left_out(group)
         return tuple(
             Row(rank, micro_batch, row)
             for rank in range(self.world_size)
             for micro_batch, count in enumerate(self.counts(rank, group))
+            if (micro_batch in left_out if left_out else micro_batch not in others)
             for row in (range(count) if count else (None,))
         )
 

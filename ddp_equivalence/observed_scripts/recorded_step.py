@@ -93,7 +93,10 @@ class RecordedStep:
     line that called the optimizer, and ``backward_at`` those that called backward. ``autocast``:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
-    that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
+    that was called normalises by the statistics of its batch. ``by_grad``: its backward passes
+    were calls of ``torch.autograd.grad``. ``left_out``: the batches of the first loader, by their
+    number in the step, with which it did not go backward. ``in_python``: see
+    ``held_in_python``. ``read``: as in ``AnswerOfStep``.
     ``results``: the mark of what each call returned, see ``mark_of``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
     frozen them. ``earlier``: lines that ran before. ``epoch``: of the first loader.
@@ -117,6 +120,9 @@ class RecordedStep:
     autocast: tuple[str, ...] = ()
     planted: int | None = None
     batch_norm: bool = False
+    by_grad: bool = False
+    left_out: tuple[int, ...] = ()
+    in_python: Mapping[str, str] = field(default_factory=dict)
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
     results: tuple[float, ...] = ()
@@ -131,18 +137,7 @@ class RecordedStep:
     @classmethod
     def from_json(cls, text: str) -> RecordedStep:
         """What ``to_json`` wrote."""
-        raw: dict[str, Any] = json.loads(text)
-        for name in (
-            "optimizers",
-            "losses",
-            "batch_counts",
-            "without_gradient",
-            "autocast",
-            "loaders",
-            "results",
-        ):
-            raw[name] = tuple(raw[name])
-        raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])
+        raw: dict[str, Any] = as_tuples(json.loads(text))
         raw["calls"] = tuple(
             SeenCall(**{**call, "place": Place(**call["place"])}) for call in raw["calls"]
         )
@@ -151,11 +146,17 @@ class RecordedStep:
         )
         raw["frozen"] = {name: Place(**place) for name, place in raw["frozen"].items()}
         raw["earlier"] = EarlierPlaces.from_json(raw["earlier"])
-        raw["read"] = tuple(map(tuple, raw["read"]))
         raw["epoch"] = Epoch(**raw["epoch"])
         raw["stepped_at"] = Place(**raw["stepped_at"])
         raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
         return cls(**raw)
+
+
+def as_tuples(value: Any) -> Any:
+    """What ``json`` has read, with tuples in the place of its lists."""
+    if isinstance(value, dict):
+        return {name: as_tuples(one) for name, one in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 def digests_of_micro_batches(

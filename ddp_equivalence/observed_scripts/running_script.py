@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import select
 import socket
 import time
@@ -9,8 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_equivalence.observed_scripts.launch import Running
-from ddp_equivalence.observed_scripts.query import Query
+from ddp_equivalence.observed_scripts.query import Answer, Query, path_of_kept
 from ddp_equivalence.observed_scripts.told import Told
+
+SECONDS_OF_KEPT = 60.0
+"""A process that was kept is not asked again if it takes longer to answer."""
+
+CANNOT_HAVE = "one process cannot have the rows of all ranks"
 
 TOO_SLOW = "the script did not compute a step in one process within"
 
@@ -53,12 +59,35 @@ class RunningScript:
         if self._running is not None:
             self._running.end()
             self._running = None
+        for path in Path(self._told.socket).parent.glob("kept*"):
+            path.unlink()
 
     def send(self, query: Query) -> None:
         """Ask it, when it has asked for a query."""
         assert self._asks is not None
         self.first = self.first or query
         self._asks.sendall(f"{query.to_json()}\n".encode())
+
+    def answer_of_kept(self, query: Query) -> Answer | None:
+        """The answer of the process that was kept at the beginning of the query's steps; None if
+        there is none, or it does not answer. Raises CannotReplay if it cannot have the rows.
+        """
+        path = path_of_kept(Path(self._told.socket).parent, query.steps)
+        try:
+            with socket.socket(socket.AF_UNIX) as asked:
+                asked.settimeout(min(self._deadline, SECONDS_OF_KEPT))
+                asked.connect(str(path))
+                asked.sendall(f"{query.to_json()}\n".encode())
+                for line in asked.makefile("r"):
+                    kind, _, text = line.partition(" ")
+                    if kind == "cannot":
+                        raise CannotReplay(f"{CANNOT_HAVE}: {text}")
+                    if kind == "answer" and json.loads(text)["number"] == query.number:
+                        return Answer.from_json(json.loads(text))
+        except OSError:
+            pass
+        path.unlink(missing_ok=True)
+        return None
 
     def wait_until_it_asks(self) -> None:
         """Start it, and let it come to its first question. Raises CannotReplay."""

@@ -39,5 +39,6 @@ def compute_in_their_order(steps: Sequence[ObservedStep], earlier: int) -> None:
     with suppress(CannotReplay):  # it is asked again, and the verdict then says why
         if steps and steps[0].oracle is not None and earlier <= MOST_EARLIER:
             steps[0].oracle.warm_up(steps[0].group, steps[0].rows, earlier)
+            steps[0].oracle.keeps = True
         for step in steps:
             step.answer(step.everything)

@@ -22,6 +22,10 @@ class AskedQueries:
             self._begun.append(query)
         return self._begun[number]
 
+    def replace_last(self, query: Query) -> None:
+        """Compute this one instead of the last that came."""
+        self._begun[-1] = query
+
     def of_batch(self, batch: int) -> tuple[Query, int]:
         """The query to which a batch belongs, and its place there."""
         number, place = self._place_of(batch)

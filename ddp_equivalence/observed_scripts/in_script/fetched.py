@@ -44,6 +44,7 @@ class FetchedBatches:
         self._evaluated: dict[int, int] = {}
         self._in_order_of_training: list[int] = []
         self._matched = False
+        self._passes: dict[tuple[int, int], int] = {}
 
     # --- what happens
 
@@ -70,12 +71,15 @@ class FetchedBatches:
             batch.generator = generator_state()
         self._since_call.append(loader)
 
-    def trained_with(self, arguments: Any) -> None:
-        """A module is trained with these arguments: note which batches they are of."""
+    def trained_with(self, arguments: Any, passes: int) -> None:
+        """A module is trained with these arguments: note which batches they are of. ``passes``: how
+        many backward passes the step has made before.
+        """
         since, self._since_call = set(self._since_call), []
         matched = self._matching(arguments)
         for loader, number in matched.items():
             self._use(loader, number + 1)
+            self._passes[loader, number] = passes
             self._evaluated.pop(loader, None)  # such as by a teacher
             self._matched = True
         self.training |= set(matched) or since
@@ -110,6 +114,15 @@ class FetchedBatches:
         """As ``of_step``, with the loaders numbered in the order of ``loaders``."""
         numbers = {loader: number for number, loader in enumerate(self._in_order_of_training)}
         return tuple((numbers[loader], number) for loader, number in self.of_step)
+
+    def left_out(self, passes: int) -> tuple[int, ...]:
+        """Which batches of the first loader have no backward pass, of so many: not the last ones
+        with which a module was called before each.
+        """
+        of_first = [one for one in self.of_step if one[0] == self.of_step[0][0]]
+        used = {self._passes[one]: one for one in of_first if one in self._passes}.values()
+        is_known = len(used) == passes < len(of_first)
+        return tuple(n for n, one in enumerate(of_first) if one not in used) if is_known else ()
 
     @property
     def loaders(self) -> tuple[int, ...]:

@@ -122,6 +122,20 @@ def _watch_backward(watch: Watch) -> None:
             watch.after_backward()
 
     torch.autograd.backward = watched
+    grad = torch.autograd.grad
+
+    @counts_as_torch
+    @functools.wraps(grad)
+    def watched_grad(outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        is_watched = not torch.compiler.is_compiling() and watch.is_on()
+        if not is_watched or not watch.before_grad(outputs, inputs):
+            return grad(outputs, inputs, *arguments, **named)
+        try:
+            return grad(outputs, inputs, *arguments, **named)
+        finally:
+            watch.after_backward()
+
+    torch.autograd.grad = watched_grad
 
 
 def _watch_optimizers(watch: Watch) -> None:

@@ -87,9 +87,9 @@ class Recorder(Watch):
         if self._set_up is not None:
             self._set_up.stop()
 
-    def before_backward(self, roots: Sequence[Tensor]) -> None:
+    def before_backward(self, roots: Sequence[Tensor], by_grad: bool = False) -> None:
         """Keep the gradients that are there before the step has gone backward."""
-        super().before_backward(roots)
+        super().before_backward(roots, by_grad)
         if len(self.now.losses) == 1 and self.keeps_tensors:
             self.now.stale = {
                 name: whole(parameter.grad)
@@ -127,7 +127,7 @@ class Recorder(Watch):
         self._earlier_steps += 1
         self._fetched.step_begins()
         self.now = StepInProgress()
-        self.now.generators[Event("start").name(0)] = generator_state()
+        self.now.generators[Event("start")] = generator_state()
         self._finish_if_done()
 
     def _finish_if_done(self, fetching: bool = False) -> None:
@@ -193,7 +193,7 @@ class Recorder(Watch):
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
         self._look_closer(name)
-        self._fetched.trained_with((arguments, named))
+        self._fetched.trained_with((arguments, named), len(self.now.losses))
         return arguments, named
 
     def not_trained(self, arguments: Any, named: Any) -> None:
@@ -239,7 +239,7 @@ class Recorder(Watch):
 
     def draws_like_the_record(self, event: Event) -> None:
         """Keep the state of the generator."""
-        self.now.generators[event.name(event.passes)] = generator_state()
+        self.now.generators[event] = generator_state()
 
     # --- writing
 
@@ -268,7 +268,7 @@ class Recorder(Watch):
                 tensors[Event("batch", number=place).name(0)] = fetched.generator
         for number, rows in enumerate(seen.call_rows):
             add_rows(tensors, lists, f"call/{number}", rows)
-        tensors |= seen.generators
+        tensors |= {event.name(event.passes): one for event, one in seen.generators.items()}
         used = self._fetched.of_step
         loader = self.loaders.begun[used[0][0]] if used else None
         step = RecordedStep(
@@ -278,6 +278,7 @@ class Recorder(Watch):
             batches=self._fetched.used,
             loaders=self._fetched.loaders,
             batch_counts=tuple(counts),
+            left_out=self._fetched.left_out(len(seen.losses)),
             calls=tuple(seen.calls),
             results=tuple(seen.results),
             clips=tuple(seen.clips),
@@ -291,6 +292,8 @@ class Recorder(Watch):
             backward_at=tuple(seen.backward_at),
             autocast=tuple(sorted(seen.autocast)),
             batch_norm=seen.batch_norm,
+            by_grad=seen.by_grad,
+            in_python=seen.in_python,
             frozen=seen.frozen,
             earlier=self._earlier_lines.places(seen.optimizer, loader, self.names),
             read=digests_of_micro_batches(seen.calls, seen.call_rows),

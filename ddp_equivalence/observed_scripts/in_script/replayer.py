@@ -21,6 +21,7 @@ from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
+from ddp_equivalence.observed_scripts.in_script.kept_steps import keep
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
@@ -75,6 +76,12 @@ class Replayer(Watch):
         query = self._asked.query(self._done)
         return query, query.steps[min(len(self._answers), len(query.steps) - 1)]
 
+    @property
+    def counts_grads(self) -> bool:
+        """As on the ranks."""
+        query, number = self._now
+        return self._reader(query.ranks[0], number).step.by_grad
+
     def ends_step(self) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
         query, number = self._now
@@ -119,6 +126,7 @@ class Replayer(Watch):
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Put the recorded weights and buffers in place."""
+        self._keep(self._now[0])
         query, number = self._now
         if query.nudge and self.float64 and self._nudged_inside is None:
             self._generators.begin()  # which stays, so it must be the outer one
@@ -138,6 +146,11 @@ class Replayer(Watch):
                     tensor.data.copy_(value)
                     if query.nudge and isinstance(module_parameters.get(inner), nn.Parameter):
                         nudge_each([tensor.data], query.nudge)
+
+    def _keep(self, query: Query) -> None:
+        """Keep a process where a step begins. In a fork of it, another query takes its place."""
+        if query.keep and not self._answers and (asked := keep(query, self._line)) is not None:
+            self._asked.replace_last(asked)
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
@@ -176,6 +189,7 @@ class Replayer(Watch):
         if not self._fed_loaders.is_fed(loader):
             return native
         position = self._fed_loaders.next_batch(loader)
+        self._keep(self._asked.of_batch(position)[0])
         query, place_in_query = self._asked.of_batch(position)
         pieces: Sequence[Piece] = query.micro_batches[place_in_query]
         where = {
@@ -264,8 +278,15 @@ class Replayer(Watch):
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
         if self._draws(query):
-            pieces = query.micro_batches[event.passes % len(query.micro_batches)]
-            sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
+            step = self._reader(query.ranks[0], number).step
+            read = sum(loader == 0 for loader, _ in step.batches) - len(step.left_out)
+            each = max(1, len(step.losses) // read) if read else 1  # passes of a micro-batch
+            place, further = divmod(event.passes, each)
+            pieces = query.micro_batches[place % len(query.micro_batches)]
+            sources = [
+                self._source(one, number, event.name(one.micro_batch * each + further))
+                for one in pieces
+            ]
             self._generators.counts = True
             self._generators.use(sources, True, query.row_order)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from ddp_equivalence.observed_scripts.places import Place
-from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
+from ddp_equivalence.observed_scripts.recorded_step import Event, SeenCall, SeenClip
 from ddp_equivalence.observed_scripts.rows import Rows
 
 
@@ -24,7 +24,8 @@ class StepInProgress:
     loss scale of each backward pass. ``stale``: gradients that were there before the first one.
     ``left``: buffers before the optimizer steps that have changed on the ranks, in one process.
     ``generators``: states of torch's generator, by the event before which they were taken.
-    ``optimizer``: the one that steps.
+    ``optimizer``: the one that steps. ``by_grad``: its backward passes were calls of
+    ``torch.autograd.grad``. ``in_python``: what the script held when it first called a module.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class StepInProgress:
     states: dict[str, Tensor] = field(default_factory=dict)
     left: dict[str, Tensor] = field(default_factory=dict)
     entered: set[str] = field(default_factory=set)
-    generators: dict[str, Tensor] = field(default_factory=dict)
+    generators: dict[Event, Tensor] = field(default_factory=dict)
     before_clip: dict[str, Tensor | None] | None = None
     stale: dict[str, Tensor] = field(default_factory=dict)
     backward_at: list[Place] = field(default_factory=list)
@@ -53,3 +54,19 @@ class StepInProgress:
     optimizer: Any = None
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False
+    by_grad: bool = False
+    in_python: dict[str, str] = field(default_factory=dict)
+
+    def forget_grads(self) -> None:
+        """The script goes backward after all: what ``torch.autograd.grad`` computed until now is a
+        part of a loss, such as a penalty, or of a step inside the step.
+        """
+        self.by_grad = False
+        for one in (self.losses, self.scales, self.backward_at, self.own_of_each, self.own):
+            one.clear()
+        self.calls = [replace(call, backwards=0) for call in self.calls]
+        self.events, before, self.generators = Counter(), self.generators, {}
+        for event, state in before.items():
+            number = self.events[event.kind, 0]
+            self.events[event.kind, 0] += 1
+            self.generators[Event(event.kind, 0, number)] = state

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
@@ -20,6 +21,7 @@ from ddp_equivalence.observed_scripts.in_script.generator_states import (
     follow_device,
     generator_state,
 )
+from ddp_equivalence.observed_scripts.in_script.held_in_python import held_in_python
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
@@ -69,6 +71,11 @@ class Watch:
     def is_on(self) -> bool:
         """False in a process that loads data."""
         return get_worker_info() is None
+
+    @property
+    def counts_grads(self) -> bool:
+        """A call of ``torch.autograd.grad`` may be a backward pass of this step."""
+        return True
 
     @property
     def keeps_tensors(self) -> bool:
@@ -150,6 +157,8 @@ class Watch:
         self.goes_on()
         name = self.names.of(module)
         self._hook_parameters(name, module)
+        if not self.now.entered and self.keeps_tensors:
+            self.now.in_python = held_in_python(module)
         if name not in self.now.entered:
             self.now.entered.add(name)
             self.enters(name, module)
@@ -195,9 +204,23 @@ class Watch:
         if before is not None and by_the_script:  # initial weights were drawn before that
             self.now.draws |= not torch.equal(before, self._last_state)
 
-    def before_backward(self, roots: Sequence[Tensor]) -> None:
-        """A backward pass begins."""
+    def before_grad(self, outputs: Any, inputs: Any) -> bool:
+        """``torch.autograd.grad`` is called. True if it counts as a backward pass: it computes
+        gradients of parameters, and the script has not gone backward since the last step.
+        """
+        if (self.now.losses and not self.now.by_grad) or not self.counts_grads:
+            return False
+        if not any(map(self.names.of_parameter, tensors_of(inputs))):
+            return False
+        self.before_backward(tensors_of(outputs), by_grad=True)
+        return True
+
+    def before_backward(self, roots: Sequence[Tensor], by_grad: bool = False) -> None:
+        """A backward pass begins. ``by_grad``: ``torch.autograd.grad`` computes it."""
         self.goes_on()
+        if self.now.by_grad and not by_grad:
+            self.now.forget_grads()
+        self.now.by_grad = by_grad
         self.note_draws()
         self._scale_of_backward = self.loss_scale if self.gradients_are_scaled else 1.0
         values = [float(root.detach()) for root in roots if root.numel() == 1]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Case, Rank, check
+from ddp_equivalence.case.batch_check import check_that_it_is_clear
 from ddp_equivalence.case.example_subset import with_examples
 from ddp_equivalence.comparison.gradients import sgd_step
 from ddp_equivalence.faults.plant import planted
@@ -372,3 +373,10 @@ def test_a_step_may_write_to_a_tensor_that_every_rank_has_whole() -> None:
     dims = {"['scale']": None}
     case = own_case(batch=with_a_scale, loss=halves_the_scale, batch_dims=dims)
     assert [check(case, step, steps=steps).outcome for steps in (1, 2)] == ["same", "same"]
+
+
+def test_a_batch_that_is_a_list_of_as_many_tensors_as_each_has_rows_is_refused() -> None:
+    with pytest.raises(BadCase, match="8 entries and 8 examples"):
+        check_that_it_is_clear([torch.ones(8, 5)] * 8, None, 8)
+    check_that_it_is_clear([torch.ones(8, 5)] * 8, {"": 0}, 8)  # it is said
+    check_that_it_is_clear([torch.ones(3, 5), torch.ones(3), torch.ones(3)], None, 3)

@@ -1,0 +1,67 @@
+"""What a script holds in Python and in generators, and in no weight, buffer or batch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_equivalence.measurement.code_lines import is_users
+from ddp_equivalence.observed_scripts.query import STATE
+
+MOST = 200
+
+
+def held_in_python(module: nn.Module) -> dict[str, str]:
+    """The states of generators, and the numbers in variables, in attributes of objects in
+    variables, and in those of the module that is called: each as a text that is short.
+    """
+    found = dict[str, str]()
+    for name, value in _values(module):
+        if len(found) < MOST and (text := _text(value)):
+            found.setdefault(name, text)
+    return found
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield "random", random
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield "numpy.random", numpy.random.mtrand._rand
+    for name, inner in module.named_modules():
+        if not type(inner).__module__.startswith("torch."):
+            for attribute, value in vars(inner).items():
+                yield f"{type(module).__name__}.{name}.{attribute}".replace("..", "."), value
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if is_users(frame.f_code.co_filename):
+            for name, value in list(frame.f_locals.items()):
+                yield name, value
+                for attribute, inside in getattr(value, "__dict__", {}).items():
+                    if _is_of_users(type(value)):
+                        yield f"{name}.{attribute}", inside
+
+
+def _is_of_users(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_users(file)
+
+
+def _text(value: Any) -> str:
+    """A number, or a digest of the state of a generator; "" for anything else."""
+    if isinstance(value, int | float):
+        return f"{value:.6g}"
+    if isinstance(value, torch.Generator):
+        state: Any = value.get_state().tolist()
+    elif isinstance(value, random.Random) or value is random:
+        state = value.getstate()
+    elif type(value).__module__.startswith("numpy.random"):
+        state = getattr(value, "bit_generator", None) or value._bit_generator
+        state = repr(state.state)
+    else:
+        return ""
+    return STATE + hashlib.sha256(repr(state).encode()).hexdigest()[:8]

@@ -1,0 +1,115 @@
+"""Trains with what changes from step to step; words on the command line choose it."""
+
+import random
+
+import numpy
+import start
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self, dropped):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropped), nn.Tanh(), nn.Linear(8, 3))
+        self.mean_length = 1.0
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+
+def mean_over_ranks(value):
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+def is_fine_on_all_ranks(tensor):
+    fine = torch.isfinite(tensor).all().float()
+    dist.all_reduce(fine)
+    return fine == dist.get_world_size()
+
+
+def step_by_hand(net, options, gradients):
+    for weight, gradient in zip(net.parameters(), gradients, strict=True):
+        dist.all_reduce(gradient)
+        weight.grad = gradient / (1 if "undivided" in options else dist.get_world_size())
+
+
+def train(options):
+    torch.manual_seed(0)
+    random.seed(3)
+    numpy.random.seed(4)
+    own, of_numpy = torch.Generator().manual_seed(6), numpy.random.default_rng(7)
+    of_rank = random.Random(dist.get_rank())
+    net = Net(0.2 if "dropout" in options else 0.0)
+    by_hand = "grad" in options or "micro_grads" in options
+    model = net if by_hand else DistributedDataParallel(net)
+    data = TensorDataset(torch.randn(96, 6), torch.randn(96, 3))
+    for place in (13, 50, 77) if "bad_loss" in options or "bad_inputs" in options else ():
+        data.tensors[0][place] = float("nan")
+    sampler = DistributedSampler(data)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    weights = list(net.parameters())
+    mean_length, kept = 1.0, []
+    torch.manual_seed(dist.get_rank())
+    for number, (inputs, targets) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
+        if "two_steps" in options and number == 2:
+            break
+        if "every_third" in options and number % 3 == 1:
+            continue
+        if "bad_inputs" in options and not is_fine_on_all_ranks(inputs):
+            continue
+        optimizer.zero_grad()
+        if "lazy" in options and number % 2 == 0:
+            with model.no_sync():
+                (0.1 * model(inputs).square().mean()).backward()
+        if "inner" in options:  # its gradients only decide a step size
+            first = torch.autograd.grad(mse_loss(net(inputs), targets), weights)
+            assert len(first) == len(weights)
+        output = model(inputs)
+        loss = mse_loss(output, targets)
+        if "bad_loss" in options and not is_fine_on_all_ranks(loss):
+            continue
+        lengths = output.norm(dim=1)
+        if "attribute" in options:
+            loss = loss + (lengths - net.mean_length).square().mean()
+            mean = (
+                float(lengths.mean()) if "own_mean" in options else mean_over_ranks(lengths.mean())
+            )
+            net.mean_length = 0.9 * net.mean_length + 0.1 * mean
+        if "local" in options:
+            loss = loss + (lengths - mean_length).square().mean()
+            mean_length = 0.9 * mean_length + 0.1 * mean_over_ranks(lengths.mean())
+        tasks = {
+            "random": lambda: random.randrange(3),
+            "numpy": lambda: numpy.random.randint(3),
+            "of_numpy": lambda: int(of_numpy.integers(3)),
+            "own": lambda: int(torch.randint(3, (1,), generator=own)),
+        }
+        for name, draw in tasks.items():
+            if name in options:
+                loss = loss + output[:, draw()].square().mean()
+        if "by_rank" in options:
+            loss = loss + output[:, of_rank.randrange(3)].square().mean()
+        if "uneven" in options:
+            loss = loss * (1 + 0.1 * dist.get_rank())
+        if by_hand:
+            kept.append(torch.autograd.grad(loss, weights))
+            if "micro_grads" in options and len(kept) < 2:
+                continue
+            step_by_hand(
+                net, options, [sum(parts) / len(kept) for parts in zip(*kept, strict=True)]
+            )
+            kept = []
+        else:
+            loss.backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    start.run(train)

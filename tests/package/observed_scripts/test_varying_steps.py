@@ -1,0 +1,47 @@
+"""Scripts whose steps differ from each other by more than weights and rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.package.observed_scripts.observing import observed
+
+LIMIT = 1e-13
+
+LEAVES_OUT = ["bad_loss", "bad_inputs", "every_third"]
+HOLDS_IN_PYTHON = ["attribute", "local", "random", "numpy", "of_numpy", "own"]
+GRAD = ["grad", "micro_grads", "inner"]
+
+
+@pytest.mark.parametrize("word", [*LEAVES_OUT, *HOLDS_IN_PYTHON, *GRAD, "lazy"])
+def test_a_right_script_is_the_same_whatever_changes_from_step_to_step(word: str) -> None:
+    found = observed("varying.py", word, "dropout")
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3, str(found)
+    errors = [verdict.error for verdict in found.verdicts]
+    assert all(error is not None and error < LIMIT for error in errors)
+
+
+@pytest.mark.parametrize("word", [*LEAVES_OUT, *HOLDS_IN_PYTHON, "inner", "lazy"])
+def test_a_mistake_is_found_whatever_changes_from_step_to_step(word: str) -> None:
+    found = observed("varying.py", word, "uneven")
+    assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
+    if word not in ("inner", "lazy"):  # it has further backward passes, which are named instead
+        assert "rank 0 1, rank 1 1.1" in str(found), "each rank's rows were not computed alone"
+
+
+@pytest.mark.parametrize("word", ["grad", "micro_grads"])
+def test_gradients_of_autograd_grad_that_are_added_up_over_ranks_are_named(word: str) -> None:
+    found = observed("varying.py", word, "undivided")
+    assert (found.outcome, found.cause) == ("different", "sum_not_mean"), str(found)
+
+
+def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None:
+    assert [one.outcome for one in observed("varying.py", "two_steps").verdicts] == ["same"] * 2
+    found = observed("varying.py", "two_steps", "attribute", "uneven")
+    assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 2, str(found)
+
+
+def test_what_a_script_holds_in_python_is_named_where_it_differs() -> None:
+    found = observed("varying.py", "by_rank")
+    assert found.outcome == "unknown"
+    assert "in another state there: of_rank (" in " ".join(found.verdict.reason.split())
