@@ -43,8 +43,8 @@ def is_pickled_by_value(value: Any) -> bool:
     module = sys.modules.get(module_name or "")
     if module is None:
         return module_name is not None and module_name not in sys.builtin_module_names
-    if _module_by_value(module):
-        return True
+    if isinstance(module, ModuleType) and _module_by_value(module):
+        return True  # code may put any object into sys.modules
     attribute: Any = module
     for part in name.split("."):
         attribute = getattr(attribute, part, None)
@@ -95,8 +95,10 @@ def _decide(module: ModuleType) -> bool:
     if module.__name__ == "__main__":
         return False  # cloudpickle pickles __main__ by value anyway
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or sys.modules.get(module.__name__) is not module:
+    if sys.modules.get(module.__name__) is not module:
         return False
+    if not isinstance(file, str):
+        return _is_made_by_hand(module)
     key = module.__name__, file
     if key not in _by_file:
         _by_file[key] = belongs_to_user(file) and (
@@ -104,6 +106,14 @@ def _decide(module: ModuleType) -> bool:
             or not _is_importable(module.__name__, file)
         )
     return _by_file[key]
+
+
+def _is_made_by_hand(module: ModuleType) -> bool:
+    """True for a module that code of the user has put into ``sys.modules``: no import finds it."""
+    top = sys.modules.get(module.__name__.partition(".")[0])
+    file = getattr(top, "__file__", None)
+    users = belongs_to_user(file) if isinstance(file, str) else getattr(top, "__spec__", 1) is None
+    return type(module) is ModuleType and module.__spec__ is None and users
 
 
 @lru_cache(maxsize=4096)

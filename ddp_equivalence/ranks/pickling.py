@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import BytesIO
@@ -57,7 +57,8 @@ class CallerState:
     """The state of the judging process that a pickled function may depend on.
 
     ``compared``: the user's modules whose changes are sent with the function. ``failed``: those of
-    which nobody knows what has changed, and why.
+    which nobody knows what has changed, and why. ``imports``: those to import before unpickling, in
+    this order.
     """
 
     import_path: list[str]
@@ -66,6 +67,7 @@ class CallerState:
     settings: dict[str, Any]
     compared: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
+    imports: Sequence[str] = ()
 
 
 def dumps(function: Callable[..., Any], argument: object) -> bytes:
@@ -96,7 +98,9 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
         body = _pickle_body(work, changes, found)
         values = _pickle_with_edits(tuple(body.by_value), changes, found)
         complete = known >= found.modules | found.codes
-    caller = replace(caller, compared=changes.compared, failed=changes.failed)
+    caller = replace(
+        caller, compared=changes.compared, failed=changes.failed, imports=changes.imports
+    )
     return pickle.dumps((caller, values, body.data))
 
 
@@ -135,18 +139,12 @@ class _Found:
         if kind is FunctionType and is_pickled_by_value(value):
             self.codes.add(value.__code__)  # type: ignore[attr-defined]  # it is a function
             return
-        name = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
+        step = paths.PART, "__name__" if isinstance(value, ModuleType) else "__module__"
+        name = paths.read_or_missing(value, (step,))
         if isinstance(name, str):
             self.modules.add(name)
         if not isinstance(value, NAMED):
             self.objects.append(value)
-
-
-def _module_of(value: object) -> object:
-    try:
-        return value.__module__
-    except Exception:  # the object's class may raise anything
-        return None
 
 
 @dataclass(frozen=True)
@@ -165,22 +163,23 @@ def _pickle_body(work: object, changes: Changes, found: _Found) -> _Body:
 class _Pickler(pickle.Pickler):
     """Collects in ``by_value`` what must be pickled by value, and pickles its index instead.
 
-    What a rank's import of a module has too is pickled as its path.
+    What a rank's import of a module has too is pickled as its path. What an edit puts into a module
+    is collected too, since it must be the same object for the step.
     """
 
     def __init__(self, file: BytesIO, changes: Changes, found: _Found) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.by_value: list[object] = []
-        self._places = changes.places
+        self._places, self._sent = changes.places, changes.sent
         self._found = found
 
     def persistent_id(self, value: object) -> Any:
         if type(value) in CONSTANTS:
             return None
-        if not isinstance(value, NAMED):
+        if not isinstance(value, NAMED) and id(value) not in self._sent:
             self._found.add(value)
             return self._places.get(id(value))
-        if not is_pickled_by_value(value):
+        if isinstance(value, NAMED) and not is_pickled_by_value(value):
             self._found.add(value)
             return None
         for index, collected in enumerate(self.by_value):
@@ -198,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> object:
         if isinstance(key, int):
             return self._by_value[key]
-        return paths.read(import_module(key[0]), key[1:])
+        return paths.resolve(key)
 
 
 def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:

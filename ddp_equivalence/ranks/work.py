@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 
 import torch
@@ -92,7 +93,7 @@ def flush_output() -> None:
 
 
 def _adopt_caller_state(caller: pickling.CallerState) -> None:
-    """Take over environment, import path and working folder of the judging process.
+    """Take over environment, import path, working folder and imports of the judging process.
 
     The variables that make this process a rank keep their values.
     """
@@ -100,6 +101,9 @@ def _adopt_caller_state(caller: pickling.CallerState) -> None:
     sys.path[:] = caller.import_path
     workers.forget_start_method()
     os.chdir(caller.working_folder)
+    for name in caller.imports:
+        with suppress(Exception):  # what needs the module says so itself
+            import_module(name)
 
 
 def _collect_garbage() -> None:

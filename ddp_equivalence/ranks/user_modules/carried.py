@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
@@ -31,6 +31,7 @@ from ddp_equivalence.ranks.user_modules.nodes import (
     FUNCTION,
     KEPT,
     MANY,
+    NAMED,
     Node,
 )
 from ddp_equivalence.ranks.user_modules.paths import Path
@@ -45,12 +46,16 @@ class Changes:
 
     ``compared``: the modules that were compared. ``failed``: module -> why it could not be imported
     for that. ``places``: the id of an object -> the path at which a fresh import has it too.
+    ``sent``: the ids of the objects that edits put into the modules. ``imports``: what a rank must
+    import, in this order, so that its modules are those of the fresh import.
     """
 
     compared: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
     edits: Mapping[str, list[Edit]] = field(default_factory=dict)
     places: Mapping[int, Path] = field(default_factory=dict)
+    sent: frozenset[int] = frozenset()
+    imports: Sequence[str] = ()
 
 
 NO_CHANGES = Changes()
@@ -65,8 +70,8 @@ class _Known:
 
 
 _known: OrderedDict[frozenset[str], _Known] = OrderedDict()
-_versions: dict[str, tuple[object, Node]] = {}
-"""Module -> its file and its node in the latest fresh import."""
+_versions: dict[str, tuple[object, Node | None]] = {}
+"""Module -> its file and its node after its own import, in the latest fresh one."""
 
 _version = 0
 
@@ -99,10 +104,17 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
             return NO_CHANGES  # the ranks cannot import them either, and will say why
         present = fresh.description
         now = describe([modules[name] for name in present.nodes if name in modules])
-        more = _mentioned(now.functions, modules) - names - present.nodes.keys()
-        if not more:
-            return replace(_changes(now, present), failed=fresh.failed)
-        names |= more
+        found = differences(wanted=now, present=present)
+        named = {name for one in found if one.wanted for name in _named(one.wanted)}
+        more = _mentioned(now.functions, modules) | (named & modules.keys())
+        if more <= names | present.nodes.keys():
+            imports = [name for name in modules if name in names - fresh.failed.keys()]
+            return replace(
+                _changes(found, now),
+                failed=fresh.failed,
+                imports=imports if fresh.one_fills_another() else (),
+            )
+        names |= more - present.nodes.keys()
 
 
 def notice(imported: Iterable[str]) -> bool:
@@ -118,10 +130,21 @@ def notice(imported: Iterable[str]) -> bool:
 _noticed: set[str] = set()
 
 
-def _changes(now: Description, fresh: Description) -> Changes:
+def _named(node: Node) -> Iterator[str]:
+    """The names of modules whose functions and objects it holds, and which may put it there."""
+    kind, what, children = node
+    if kind == NAMED and isinstance(what, tuple):
+        yield from what
+    elif isinstance(what, str):
+        yield what.rpartition(".")[0]
+    for _, child in children:
+        yield from _named(child)
+
+
+def _changes(found: Iterable[Difference], now: Description) -> Changes:
     edits: dict[str, list[Edit]] = {}
     replaced: set[Path] = set()
-    for one in differences(wanted=now, present=fresh):
+    for one in found:
         module = sys.modules[one.path[0]]
         value = paths.read_or_missing(module, one.path[1:]) if one.action != DELETE else None
         if not _can_travel(one, value, now):
@@ -143,7 +166,8 @@ def _changes(now: Description, fresh: Description) -> Changes:
             for place, path in places.items()
             if not replaced.intersection(paths.prefixes(path)) or path in contents
         }
-    return Changes(frozenset(now.nodes), edits=edits, places=places)
+    sent = frozenset(now.places.keys() - places.keys())
+    return Changes(frozenset(now.nodes), edits=edits, places=places, sent=sent)
 
 
 def _is_refilled(path: Path, edits: Mapping[str, list[Edit]]) -> bool:
@@ -210,7 +234,7 @@ def _freshly_imported(
     files = {name: _file(module) for name, module in modules.items()}
     fresh = import_freshly(
         Request(
-            names=sorted(names),
+            names=[name for name in modules if name in names],  # as this process imported them
             described=frozenset(modules),
             import_path=list(sys.path),
             working_folder=os.getcwd(),
@@ -223,9 +247,9 @@ def _freshly_imported(
     _known[names] = _Known(fresh, described)
     while len(_known) > MAX_KNOWN:
         _known.popitem(last=False)
-    for name, node in fresh.description.nodes.items():
+    for name in fresh.description.nodes:
         before = _versions.get(name)
-        _versions[name] = files[name], node
+        _versions[name] = files[name], fresh.alone.get(name)
         if before is not None and before != _versions[name]:
             _version += 1
     return fresh

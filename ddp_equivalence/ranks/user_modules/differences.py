@@ -70,13 +70,31 @@ def differences(wanted: Description, present: Description) -> list[Difference]:
     for name, node in wanted.nodes.items():
         if name in present.nodes and node != present.nodes[name]:
             found += _differences(node, present.nodes[name], (name,))
-    replaced = {one.path for one in found if one.action == SET_IT}
-    also = [
-        Difference(where, SET_IT, _node_at(wanted, where), _node_at(present, where))
+    whole = {one.path for one in found if one.action == SET_IT}
+    contents = {one.path for one in found if one.action == CONTENTS}
+
+    def is_replaced(path: Path) -> bool:
+        return bool(
+            whole.intersection(prefixes(path)) or contents.intersection(prefixes(path[:-1]))
+        )
+
+    also = {
+        _holder(wanted, where)
         for where, path in wanted.seen
-        if replaced.intersection(prefixes(path)) and not replaced.intersection(prefixes(where))
+        if is_replaced(path) and not is_replaced(where)
+    }
+    return found + [
+        Difference(path, action, _node_at(wanted, path), _node_at(present, path))
+        for path, action in sorted(also, key=repr)
+        if not is_replaced(path) and path not in contents
     ]
-    return found + [one for one in also if one.path[-1][0] not in (INDEX, NTH_KEY, NTH_VALUE)]
+
+
+def _holder(description: Description, path: Path) -> tuple[Path, str]:
+    """Where to set what this path leads to, and how: a tuple is replaced as a whole."""
+    while (owner := _node_at(description, path[:-1])) and owner[0] in (TUPLE, PART_OF_CLASS):
+        path = path[:-1]
+    return (path[:-1], CONTENTS) if path[-1][0] in (NTH_KEY, NTH_VALUE) else (path, SET_IT)
 
 
 def _node_at(description: Description, path: Path) -> Node | None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
@@ -29,6 +30,7 @@ from ddp_equivalence.ranks.server import (
 )
 from ddp_equivalence.ranks.user_modules.description import Description, describe
 from ddp_equivalence.ranks.user_modules.import_watch import ImportWatch
+from ddp_equivalence.ranks.user_modules.nodes import Node
 from ddp_equivalence.ranks.workers import children_allowed
 
 LONGEST = 60.0
@@ -37,7 +39,7 @@ LONGEST = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """``names``: the modules to import. ``described``: those to describe if they are imported."""
+    """``names``: what to import, in this order. ``described``: those to describe if imported."""
 
     names: Sequence[str]
     described: frozenset[str]
@@ -51,11 +53,17 @@ class FreshImport:
     """``description``: of the modules, those first that others import. ``failed``: name -> error.
 
     ``variables``: those environment variables that were read during the imports, and their values.
+    ``alone``: what each module held when its own import was complete.
     """
 
     description: Description
     failed: Mapping[str, str]
     variables: Mapping[str, str | None]
+    alone: Mapping[str, Node]
+
+    def one_fills_another(self) -> bool:
+        """True if a later import changed a module, as it does a registry of functions."""
+        return any(self.alone.get(name) != node for name, node in self.description.nodes.items())
 
 
 def import_freshly(request: Request) -> FreshImport | None:
@@ -107,7 +115,13 @@ def _main(request: Request, sender: Connection) -> None:
     sys.path[:] = request.import_path
     with suppress(OSError):
         os.chdir(request.working_folder)
-    watch = ImportWatch()
+    watch, alone = ImportWatch(), Description()
+
+    def describe_alone(module: ModuleType) -> None:
+        if module.__name__ in request.described and is_user_module(module):
+            alone.add(module)
+
+    watch.after_each = describe_alone
     watch.start()
     read: dict[str, str | None] = {}
     failed: dict[str, str] = {}
@@ -120,7 +134,7 @@ def _main(request: Request, sender: Connection) -> None:
     variables = dict(read)
     modules = [sys.modules[name] for name in watch.imported if name in request.described]
     description = describe([module for module in modules if is_user_module(module)])
-    sender.send(FreshImport(description, failed, variables))
+    sender.send(FreshImport(description, failed, variables, alone.nodes))
     sender.close()
     os._exit(0)
 

@@ -26,12 +26,13 @@ class ImportWatch:
     """A finder for ``sys.meta_path`` that finds nothing itself.
 
     ``imported``: the names of the user's modules, those first whose import was complete first, so
-    that a module stands behind those that it imports. ``after_import`` is called after each import
-    that no other one contains.
+    that a module stands behind those that it imports. ``after_each`` is called with each module as
+    soon as its import is complete, ``after_import`` after each import that no other one contains.
     """
 
     def __init__(self) -> None:
         self.imported: list[str] = []
+        self.after_each: Callable[[ModuleType], object] = lambda module: None
         self.after_import: Callable[[], object] | None = None
         self._depth = 0
         self._in_library = False
@@ -81,6 +82,7 @@ class ImportWatch:
                 if module.__name__ in self.imported:
                     self.imported.remove(module.__name__)
                 self.imported.append(module.__name__)
+                self.after_each(module)
             finally:
                 self._depth -= 1
             if self._depth == 0 and self.after_import is not None:

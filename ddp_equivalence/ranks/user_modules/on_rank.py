@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 from ddp_equivalence.ranks.user_modules import differences
 from ddp_equivalence.ranks.user_modules.description import Description, describe
@@ -28,7 +29,7 @@ class ModulesOfWork:
         self.not_compared: tuple[str, ...] = ()
         self._compared = compared
         self._failed = failed
-        self._working = False
+        self._working = self._imports_while_working = False
         self._edits: Mapping[str, list[Edit]] = {}
         self._undo: dict[str, Callable[[], None]] = {}
         self._before = Description()
@@ -36,8 +37,8 @@ class ModulesOfWork:
     def begin(self, edits: Mapping[str, list[Edit]]) -> None:
         """Edit the modules that are imported now, and each other one as soon as it is imported."""
         self._edits = edits
-        if not edits:
-            self._before = ModulesOfWork.known
+        if not edits and ModulesOfWork.known.nodes.keys() >= set(self._imported()):
+            self._before = ModulesOfWork.known  # else an import may have changed earlier ones
         ModulesOfWork.known = Description()
         self._after_import()
         self._working = True
@@ -60,17 +61,14 @@ class ModulesOfWork:
         return restored
 
     def _after_import(self) -> None:
-        new = [
-            name
-            for name in watch.imported
-            if name not in self._before.nodes and name in sys.modules
-        ]
+        new = [name for name in self._imported() if name not in self._before.nodes]
         for name in self._failed.keys() & set(new):
             raise RuntimeError(
                 f"{name} can be imported on a rank, but not in a process that is no rank "
                 f"({self._failed[name]}), so it is not known what your process has changed in it"
             )
         if self._working:
+            self._imports_while_working |= bool(new)
             self.not_compared += tuple(name for name in new if name not in self._compared)
         for name in new:
             if name in self._edits:
@@ -79,6 +77,10 @@ class ModulesOfWork:
         for name in new:
             self._before.add(sys.modules[name])
 
+    def _imported(self) -> list[str]:
+        names = watch.imported  # a module may have put another object in its own place
+        return [name for name in names if isinstance(sys.modules.get(name), ModuleType)]
+
     def _restore(self) -> bool:
         if not self._before.nodes:
             return True
@@ -86,6 +88,8 @@ class ModulesOfWork:
         after = describe([module for module in modules if module is not None])
         if after.nodes == self._before.nodes:
             return True
+        if self._imports_while_working:
+            return False  # perhaps an import has filled a registry, which must stay as it is
         try:
             changed = differences.differences(wanted=self._before, present=after)
             by_module: dict[str, list[Edit]] = {}

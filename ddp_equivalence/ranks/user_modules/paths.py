@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -99,6 +100,18 @@ def read_or_missing(root: Any, steps: Path) -> Any:
         return read(root, steps)
     except Exception:  # a property of the user may raise anything
         return MISSING
+
+
+def resolve(path: Path) -> Any:
+    """The value at this path on a rank. Raises LookupError if the rank's import has none there."""
+    try:
+        return read(import_module(path[0]), path[1:])
+    except Exception as error:
+        raise LookupError(
+            f"this rank has no {text(path)}, which the step uses: the import of {path[0]} and of "
+            f"what fills it gives something else here than in your process ({error!r}); what an "
+            "import puts there must not depend on the rank or on its environment"
+        ) from error
 
 
 def write(owner: Any, step: Step, value: Any) -> None:
