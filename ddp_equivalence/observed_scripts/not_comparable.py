@@ -182,7 +182,9 @@ def draws_by_rank(step: ObservedStep) -> Unknown | None:
         with suppress(CannotReplay):
             own, alone = step.record.step(rank, step.number), step.answer(rows)
             held = _held(step, rank)
-            if STATE in held and not isclose(sum(own.losses), sum(alone.losses), rel_tol=FAITHFUL):
+            if f"({STATE}" in held and not isclose(
+                sum(own.losses), sum(alone.losses), rel_tol=FAITHFUL
+            ):
                 why = f"rank {rank} may have drawn other numbers than one process{held}"
                 return Unknown(UnknownBecause.CANNOT_REPLAY, why)
     return None

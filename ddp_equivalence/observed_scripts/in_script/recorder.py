@@ -62,8 +62,7 @@ class Recorder(Watch):
         self._has_looked = False
         self._operations: LoggedOperations | None = None
         self._earlier_lines = EarlierLines()
-        watches = told.look_at is not None and told.look_at.set_up
-        self._set_up = SetUpCalls() if watches else None
+        self._set_up = SetUpCalls() if told.look_at is not None and told.look_at.set_up else None
         if self._set_up is not None:
             self._set_up.begin()
 
@@ -136,8 +135,7 @@ class Recorder(Watch):
         Steps that follow without another batch belong to the last one that is wanted.
         """
         reads_once = not fetching and self._fetched.training
-        wanted = self._told.steps * (MOST if reads_once else 1)
-        if self._written >= wanted:
+        if self._written >= self._told.steps * (MOST if reads_once else 1):
             self.finish()
 
     def step_was_skipped(self) -> None:

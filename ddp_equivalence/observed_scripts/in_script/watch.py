@@ -24,6 +24,7 @@ from ddp_equivalence.observed_scripts.in_script.generator_states import (
 from ddp_equivalence.observed_scripts.in_script.held_in_python import held_in_python
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
+from ddp_equivalence.observed_scripts.in_script.left_scale import scale_that_is_left
 from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
 from ddp_equivalence.observed_scripts.in_script.marks import mark_of
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
@@ -34,9 +35,6 @@ from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.recorded_step import Event, SeenCall, SeenClip
 from ddp_equivalence.observed_scripts.rows import rows_of
 from ddp_equivalence.observed_scripts.time_first import with_rows_first
-
-LARGE_SCALE = 1024.0
-"""No reduction makes gradients so much larger or smaller than the ranks' own ones."""
 
 
 class Watch:
@@ -243,7 +241,8 @@ class Watch:
 
     def before_clip(self) -> None:
         """Gradients are about to be clipped."""
-        self._scale_of_clip = scale = self._scale_that_is_left()
+        scale = self.loss_scale if self.gradients_are_scaled else 1.0
+        self._scale_of_clip = scale = scale_that_is_left(scale, self.names, self.now)
         if self.now.before_clip is None and self.keeps_tensors:
             self.now.before_clip = {
                 name: None if p.grad is None else whole(p.grad, divided_by=scale)
@@ -258,22 +257,6 @@ class Watch:
             norm = float(whole(result))
         scale, changed = self._scale_of_clip, norm > limit
         self.now.clips.append(SeenClip(limit, norm, scale, changed, place_of_caller()))
-
-    def _scale_that_is_left(self) -> float:
-        """The loss scale that the gradients still have. A script may have divided by it by hand:
-        then they are not as much larger as the scale is than what was computed.
-        """
-        scale = self.loss_scale if self.gradients_are_scaled else 1.0
-        if scale < LARGE_SCALE:
-            return scale
-        squares = {"held": 0.0, "own": 0.0}
-        for name, parameter in self.names.live_parameters():
-            own = self.now.own.get(name)
-            if parameter.grad is not None and own is not None:
-                squares["held"] += float(parameter.grad.detach().double().square().sum())
-                squares["own"] += float(own.double().square().sum())
-        divided = squares["own"] > 0 and squares["held"] < scale * squares["own"]
-        return 1.0 if divided else scale
 
     def optimizer_steps(self, optimizer: Any) -> None:
         """An optimizer is about to step, with the gradients that it is given now."""

@@ -29,6 +29,7 @@ def test_every_field_of_a_query_arrives() -> None:
         row_order="in blocks",
         logged="model",
         is_epoch=True,
+        keep=True,
     )
     usual = {field.name: field.default for field in dataclasses.fields(query)}
     assert all(getattr(query, name) != value for name, value in usual.items())
