@@ -70,11 +70,11 @@ class Query:
     after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
     rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
     the number of the pattern by which weights are moved one eps up or down; 0 for none.
-    ``row_order``: that of random numbers. ``logged``: the name of a
-    module; from its first call on, the operations of torch are logged. "" for none. ``is_epoch``:
-    the script gets these micro-batches as an epoch of their own, because on the ranks they ended
-    one, and may have been fewer than usual. ``state``: buffers that are not those of the record.
-    ``keep``: keep a process at the beginning of the steps, which answers what is asked of them later.
+    ``row_order``: that of random numbers. ``logged``: the name of a module; from its first call on,
+    the operations of torch are logged. "" for none. ``is_epoch``: the script gets these
+    micro-batches as an epoch of their own, because on the ranks they ended one, and may have been
+    fewer than usual. ``state``: buffers that are not those of the record. ``keep``: keep a process
+    at the beginning of the steps, to answer later questions about them.
     """
 
     number: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -44,13 +44,18 @@ def add_rows(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, row
     lists[f"{prefix}/"] = rows_without_tensors(rows)
 
 
+def copies_of(names: Collection[str], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of the tensors with these names."""
+    return {name: whole(tensor) for name, tensor in tensors if name in names}
+
+
 def changed_since(
     digests: Mapping[str, str], prefix: str, tensors: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Copies of the tensors that do not have these digests any more, with a prefix to their
     names.
     """
-    copies = ((name, whole(tensor)) for name, tensor in tensors if name in digests)
+    copies = copies_of(digests, tensors).items()
     return {prefix + name: copy for name, copy in copies if digest(copy) != digests[name]}
 
 

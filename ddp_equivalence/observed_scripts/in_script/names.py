@@ -5,7 +5,7 @@ A script may wrap its model on several ranks and not in one process. Names do no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -88,3 +88,10 @@ class ModuleNames:
                 name = self._parameters.get(id(tensor))
                 if name is not None and isinstance(tensor, nn.Parameter):
                     yield name, tensor
+
+    def buffers(self, modules: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of these modules, by their full names."""
+        for name in sorted(modules):
+            for inner, tensor in named_tensors(self.modules[name]):
+                if not isinstance(tensor, nn.Parameter):
+                    yield f"{name}:{inner}", tensor

@@ -54,10 +54,9 @@ class Recorder(Watch):
         super().__init__()
         self._told = told
         self.float64 = told.float64
-        self._written = 0
+        self._written = self._earlier_steps = 0
         self._complete: StepInProgress | None = None
         self._fetched = FetchedBatches()
-        self._earlier_steps = 0
         self._closer_look: CloserLook | None = None
         self._has_looked = False
         self._operations: LoggedOperations | None = None
@@ -244,9 +243,9 @@ class Recorder(Watch):
     def _write(self, seen: StepInProgress) -> None:
         self._fetched.step_ends()
         tensors, lists = dict[str, Tensor](), dict[str, Any]()
-        tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
         if seen.states:  # this is rank 0, from which a wrapper sends buffers to the others
-            tensors |= changed_since(seen.weights, "left/", self.buffers_now())
+            tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
+            tensors |= changed_since(seen.weights, "left/", self.names.buffers(self.now.entered))
         missing = [name for name, gradient in seen.held.items() if gradient is None]
         for kind, gradients in (
             ("held", seen.held),

@@ -22,7 +22,7 @@ from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
 from ddp_equivalence.observed_scripts.in_script.kept_steps import keep
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import copies_of
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -49,8 +49,7 @@ class Replayer(Watch):
 
     def __init__(self, told: Told) -> None:
         super().__init__()
-        self._told = told
-        self.float64, self.time_first = told.float64, told.time_first
+        self._told, self.float64, self.time_first = told, told.float64, told.time_first
         self._line = QuestionLine(told.socket)
         self._asked = AskedQueries(self._line)
         self._fed_loaders = FedLoaders(told, self.loaders, self._asked)
@@ -98,8 +97,8 @@ class Replayer(Watch):
         name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
-        left = self._reader(query.weights_of, number).shapes("left/")
-        self.now.left = {name: whole(one) for name, one in self.buffers_now() if name in left}
+        changed = self._reader(query.weights_of, number).shapes("left/")
+        self.now.left = copies_of(changed, self.names.buffers(self.now.entered))
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):

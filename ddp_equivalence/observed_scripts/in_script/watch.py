@@ -281,13 +281,6 @@ class Watch:
         self.now.optimizer, self.now.stepped_at = optimizer, place_of_caller()
         self.ends_step()
 
-    def buffers_now(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of all modules that were called in this step."""
-        for name in sorted(self.now.entered):
-            for inner, tensor in named_tensors(self.names.modules[name]):
-                if not isinstance(tensor, nn.Parameter):
-                    yield f"{name}:{inner}", tensor
-
     def _hook_parameters(self, name: str, module: nn.Module) -> None:
         new = self.names.learn_parameters(name)
         if new:

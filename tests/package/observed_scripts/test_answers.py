@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
+from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query, State
 
 
 def test_every_field_of_an_answer_arrives() -> None:
@@ -30,6 +30,7 @@ def test_every_field_of_a_query_arrives() -> None:
         logged="model",
         is_epoch=True,
         keep=True,
+        state=State("file", ("one",)),
     )
     usual = {field.name: field.default for field in dataclasses.fields(query)}
     assert all(getattr(query, name) != value for name, value in usual.items())
