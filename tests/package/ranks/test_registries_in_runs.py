@@ -1,4 +1,4 @@
-"""Suites that keep their cases and steps in registries, written as their authors would, run as is."""
+"""Suites that keep their cases and steps in registries, as their authors would write them."""
 
 from __future__ import annotations
 
