@@ -1,4 +1,4 @@
-"""Suites that keep cases and steps in registries, as their authors would write them."""
+"""Suites that keep their cases and steps in registries, as their authors would write them."""
 
 from __future__ import annotations
 
