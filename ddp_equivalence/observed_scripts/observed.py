@@ -18,8 +18,9 @@ class Observed:
 
     ``command``, ``one_process``: what ran on the ranks and in one process. ``seconds``: what both
     took. ``float64``: the script computed in float64. ``on_cpu``: its CUDA devices were the CPU.
-    ``notes``: what a reader must know beside the verdicts. ``render``: writes the report; with
-    True, everything.
+    ``notes``: what a reader must know beside the verdicts. ``ending``: a verdict on the script as a
+    whole, if it hung or failed before it had made all steps that were asked for. ``render``: writes
+    the report; with True, everything.
     """
 
     name: str
@@ -33,6 +34,12 @@ class Observed:
     on_cpu: bool
     notes: tuple[str, ...]
     render: Callable[[Observed, bool], str] = field(repr=False, compare=False)
+    ending: Verdict | None = None
+
+    @property
+    def all_verdicts(self) -> tuple[Verdict, ...]:
+        """Those on the steps, and that on the ending if there is one."""
+        return self.verdicts if self.ending is None else (*self.verdicts, self.ending)
 
     @property
     def verdict(self) -> Verdict:
@@ -40,7 +47,7 @@ class Observed:
         last one.
         """
         for outcome in ("different", "unknown"):
-            for verdict in self.verdicts:
+            for verdict in self.all_verdicts:
                 if verdict.outcome == outcome:
                     return verdict
         return self.verdicts[-1]

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddp_equivalence.observed_scripts.how_it_ended import Ending
 from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.options import Options
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import rank_folder
 from ddp_equivalence.observed_scripts.told import Told
+from ddp_equivalence.observed_scripts.where_ranks_are import where_ranks_are
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
 from ddp_equivalence.report.wrapping import rank_names
 
@@ -31,15 +33,22 @@ class Recording:
     def __init__(self, command: Sequence[str], options: Options, scratch: Path) -> None:
         self._command, self._options, self._scratch = tuple(command), options, scratch
 
-    def first(self) -> tuple[Record, bool]:
-        """The record of the steps, and whether it was made in float64. Raises ScriptFailed."""
+    def first(self) -> tuple[Record, bool, Ending | None]:
+        """The record of the steps, whether it was made in float64, and how the script ended if it
+        did not make all of them. Raises ScriptFailed.
+        """
         tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
-        why = ""
+        found: tuple[Record, bool, Ending | None] | None = None
+        why: Ending | None = None
         for float64 in tries[self._options.precision]:
             record, why = self._run(float64=float64)
-            if record.steps:
-                return record, float64
-        raise ScriptFailed(why)
+            if record.steps and (found is None or len(record.steps) > len(found[0].steps)):
+                found = record, float64, why
+            if found is not None and not (why is not None and why.code):
+                return found
+        if found is None:
+            raise self._failed(record, why)
+        return found
 
     def again(self, **told: Any) -> Record:
         """Another record. ``told``: fields of ``Told``.
@@ -48,11 +57,11 @@ class Recording:
         """
         record, why = self._run(**told)
         if not record.steps:
-            raise ScriptFailed(why)
+            raise self._failed(record, why)
         return record
 
-    def _run(self, **more: Any) -> tuple[Record, str]:
-        """The record, and why it is too short, if it is."""
+    def _run(self, **more: Any) -> tuple[Record, Ending | None]:
+        """The record, and how the script ended before it had made the steps, if it did."""
         options = self._options
         folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self._scratch))
         at = working_folder(options, folder)
@@ -78,12 +87,29 @@ class Recording:
             while running.exit_code is None and _all_done(folder) and time.monotonic() < ended:
                 time.sleep(0.01)
             code = running.exit_code
+            hangs = code is None and not _all_done(folder)
+            places = where_ranks_are(folder) if hangs else {}
         finally:
             running.end()
         record = Record(folder)
-        if record.steps:
-            return record, ""
-        return record, _why_not(code, running.last_words, options, _ranks_that_are_done(record))
+        made = record.steps_by_rank
+        if len(record.steps) >= replace(told, **more).steps or _all_done(folder):
+            return record, None
+        words = running.last_words
+        return record, Ending(code, options.deadline, options.steps, made, words, places)
+
+    def _failed(self, record: Record, end: Ending | None) -> ScriptFailed:
+        """Why no step was made by all ranks."""
+        assert end is not None
+        alone = ""
+        if done := _ranks_that_are_done(record):
+            alone = (
+                f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
+                "such as a teacher, let it do that in a run of its own before this one."
+            )
+        return ScriptFailed(
+            f"The command {end.without_steps}.{alone} It printed last:\n{end.printed}"
+        )
 
 
 def working_folder(options: Options, beside: Path) -> Path:
@@ -104,18 +130,3 @@ def _ranks_that_are_done(record: Record) -> list[int]:
     """The ranks that have made the steps which were to be recorded."""
     ranks = range(record.world_size)
     return [rank for rank in ranks if (rank_folder(record.folder, rank) / "done").exists()]
-
-
-def _why_not(code: int | None, last_words: str, options: Options, done: Sequence[int]) -> str:
-    """Why too little was recorded, in words. ``done``: the ranks that made all steps."""
-    end = f"did not make {options.steps} steps of an optimizer within {options.deadline:g} s"
-    if code is not None:
-        made = "had made the steps that were to be recorded"
-        end = f"ended with exit code {code} before every rank {made}"
-    alone = ""
-    if done:
-        alone = (
-            f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
-            "such as a teacher, let it do that in a run of its own before this one."
-        )
-    return f"The command {end}.{alone} It printed last:\n{last_words}"

@@ -40,10 +40,11 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         first, *rest = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}".splitlines()
         yield from paragraph(first, "  ")
         yield from (Line(f"  | {line}") for line in rest)
-        yield Line("  Nothing was shown, which is not a pass.")
+        if verdict is not observed.ending:
+            yield Line("  Nothing was shown, which is not a pass.")
     else:
         yield from full_lines(verdict) if full else lines_of_a_step(verdict)
-    if verdict.outcome != "same" and len(observed.verdicts) > 1:
+    if verdict.outcome != "same" and len(observed.all_verdicts) > 1:
         yield from labelled("Steps: ", _outcomes(observed))
     if verdict.outcome != "different" or full:
         yield from _how(observed)
@@ -72,7 +73,7 @@ def _steps(observed: Observed) -> str:
 
 
 def _outcomes(observed: Observed) -> str:
-    """The outcome of every step: ``1 same; 2, 3 different``."""
+    """The outcome of every recorded step: ``1 same; 2, 3 different``."""
     numbers: dict[str, list[str]] = {}
     for number, verdict in enumerate(observed.verdicts, start=1):
         numbers.setdefault(verdict.outcome, []).append(str(number))

@@ -21,7 +21,7 @@ from ddp_equivalence.observed_scripts.arrangements import (
     Arrangement,
 )
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed
+from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed, lengths_differ
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge, rows_may_be_elsewhere
 from ddp_equivalence.observed_scripts.launch import short_folder
@@ -78,7 +78,7 @@ class ScriptObservation:
         """Do it. Raises BadCase and ScriptFailed."""
         started = time.monotonic()
         show("the ranks train")
-        record, self.float64 = self.recording.first()
+        record, self.float64, ending = self.recording.first()
         self.notes: list[str] = []
         record = self._without_ragged_dropout(record)
         recorded = time.monotonic()
@@ -96,10 +96,14 @@ class ScriptObservation:
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
         self._move_what_was_exported()
-        about_rows = read_by_several_ranks(record), end_is_not_observed(record)
+        of_rows = read_by_several_ranks, end_is_not_observed, lengths_differ
+        about_rows = [note(record) for note in of_rows]
         self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
+        end = None if ending is None else ending.verdict(script.name, verdicts[-1])
+        if ending is not None and (end is None or any(v.outcome != "same" for v in verdicts)):
+            self.notes.append(ending.whole_text)
         return Observed(
             name=script.name,
             verdicts=tuple(verdicts),
@@ -112,6 +116,7 @@ class ScriptObservation:
             on_cpu=script.on_cpu,
             notes=tuple(dict.fromkeys(self.notes)),
             render=render,
+            ending=end,
         )
 
     def _without_ragged_dropout(self, record: Record) -> Record:

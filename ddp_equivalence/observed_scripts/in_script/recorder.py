@@ -27,6 +27,7 @@ from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
     world_size,
 )
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
+from ddp_equivalence.observed_scripts.in_script.stacks import write_stacks_on_signal
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
@@ -64,6 +65,10 @@ class Recorder(Watch):
         self._set_up = SetUpCalls() if told.look_at is not None and told.look_at.set_up else None
         if self._set_up is not None:
             self._set_up.begin()
+
+    def joins_the_ranks(self) -> None:
+        """Let this rank say where it is, if it hangs."""
+        write_stacks_on_signal(rank_folder(self._told.folder, rank_of_process()))
 
     # --- steps
 
@@ -156,7 +161,7 @@ class Recorder(Watch):
     @property
     def _folder(self) -> Path:
         folder = rank_folder(self._told.folder, rank_of_process())
-        if not folder.exists():
+        if not (folder / "run.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / "run.json", json.dumps(facts_of_process()))
         return folder
