@@ -77,6 +77,6 @@ def _place(folder: Path) -> RankPlace:
 
 def _runs(process: int) -> bool:
     try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
