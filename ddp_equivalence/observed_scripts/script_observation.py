@@ -117,6 +117,7 @@ class ScriptObservation:
             notes=tuple(dict.fromkeys(self.notes)),
             render=render,
             ending=end,
+            draws_alike=self.alike,
         )
 
     def _without_ragged_dropout(self, record: Record) -> Record:
@@ -198,6 +199,7 @@ class ScriptObservation:
             finally:
                 oracle.close()
                 self.notes += _notes(oracle)
+                self.alike = tuple(oracle.alike)
         finally:
             shutil.rmtree(socket_folder, ignore_errors=True)
 
