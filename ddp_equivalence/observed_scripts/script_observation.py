@@ -103,7 +103,7 @@ class ScriptObservation:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
         end = None if ending is None else ending.verdict(script.name, verdicts[-1])
         if ending is not None and (end is None or any(v.outcome != "same" for v in verdicts)):
-            self.notes.append(ending.whole_text)
+            self.notes.append(str(ending))
         return Observed(
             name=script.name,
             verdicts=tuple(verdicts),
