@@ -45,11 +45,11 @@ def end_is_not_observed(record: Record) -> str:
 
 def lengths_differ(record: Record) -> str:
     """How long the loaders of the ranks are, if not all are alike; else ""."""
-    epochs = [record.step(rank, 0).epoch.batches for rank in range(record.world_size)]
-    if len(set(epochs)) == 1:
-        return ""
-    each = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(epochs))
+    lengths = [record.step(rank, 0).epoch.batches for rank in range(record.world_size)]
+    each = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths))
     return (
         f"the loaders of the ranks have different numbers of batches ({each}): at the end of an "
-        "epoch some ranks train without the others, or wait for them for ever"
+        "epoch, some ranks train without the others, or wait for them for ever"
+        if len(set(lengths)) > 1
+        else ""
     )

@@ -19,8 +19,9 @@ class Observed:
     ``command``, ``one_process``: what ran on the ranks and in one process. ``seconds``: what both
     took. ``float64``: the script computed in float64. ``on_cpu``: its CUDA devices were the CPU.
     ``notes``: what a reader must know beside the verdicts. ``ending``: a verdict on the script as a
-    whole, if it hung or failed before it had made all steps that were asked for. ``render``: writes
-    the report; with True, everything.
+    whole, if it hung or failed before it had made all steps that were asked for.
+    ``draws_alike``: the lines at which all ranks drew the same random numbers for their rows.
+    ``render``: writes the report; with True, everything.
     """
 
     name: str
@@ -35,11 +36,24 @@ class Observed:
     notes: tuple[str, ...]
     render: Callable[[Observed, bool], str] = field(repr=False, compare=False)
     ending: Verdict | None = None
+    draws_alike: tuple[str, ...] = ()
 
     @property
     def all_verdicts(self) -> tuple[Verdict, ...]:
         """Those on the steps, and that on the ending if there is one."""
         return self.verdicts if self.ending is None else (*self.verdicts, self.ending)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes no step wrong, and is seldom meant."""
+        if not self.draws_alike:
+            return ()
+        return (
+            "every rank draws the same random numbers for its rows, such as masks of dropout or "
+            f"noise: at {', '.join(self.draws_alike)}. If that is not meant, seed each rank by its "
+            "number after the model is made: torch.manual_seed(seed + rank)"
+            "  [dropout_same_on_all_ranks]",
+        )
 
     @property
     def verdict(self) -> Verdict:

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_equivalence.observed_scripts.how_it_ended import Ending
+from ddp_equivalence.observed_scripts.how_it_ended import Ending, where_ranks_are
 from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.options import Options
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import rank_folder
 from ddp_equivalence.observed_scripts.told import Told
-from ddp_equivalence.observed_scripts.where_ranks_are import where_ranks_are
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
 from ddp_equivalence.report.wrapping import rank_names
 
@@ -38,17 +37,16 @@ class Recording:
         did not make all of them. Raises ScriptFailed.
         """
         tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
-        found: tuple[Record, bool, Ending | None] | None = None
-        why: Ending | None = None
+        found: list[tuple[Record, bool, Ending | None]] = []
         for float64 in tries[self._options.precision]:
-            record, why = self._run(float64=float64)
-            if record.steps and (found is None or len(record.steps) > len(found[0].steps)):
-                found = record, float64, why
-            if found is not None and not (why is not None and why.code):
-                return found
-        if found is None:
-            raise self._failed(record, why)
-        return found
+            record, end = self._run(float64=float64)
+            found.append((record, float64, end))
+            if record.steps and (end is None or not end.code):
+                break
+        best = max(found, key=lambda one: len(one[0].steps))
+        if not best[0].steps:
+            raise _failed(record, end)
+        return best
 
     def again(self, **told: Any) -> Record:
         """Another record. ``told``: fields of ``Told``.
@@ -57,7 +55,7 @@ class Recording:
         """
         record, why = self._run(**told)
         if not record.steps:
-            raise self._failed(record, why)
+            raise _failed(record, why)
         return record
 
     def _run(self, **more: Any) -> tuple[Record, Ending | None]:
@@ -88,7 +86,7 @@ class Recording:
                 time.sleep(0.01)
             code = running.exit_code
             hangs = code is None and not _all_done(folder)
-            places = where_ranks_are(folder) if hangs else {}
+            places = where_ranks_are(Record(folder)) if hangs else {}
         finally:
             running.end()
         record = Record(folder)
@@ -97,19 +95,6 @@ class Recording:
             return record, None
         words = running.last_words
         return record, Ending(code, options.deadline, options.steps, made, words, places)
-
-    def _failed(self, record: Record, end: Ending | None) -> ScriptFailed:
-        """Why no step was made by all ranks."""
-        assert end is not None
-        alone = ""
-        if done := _ranks_that_are_done(record):
-            alone = (
-                f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
-                "such as a teacher, let it do that in a run of its own before this one."
-            )
-        return ScriptFailed(
-            f"The command {end.without_steps}.{alone} It printed last:\n{end.printed}"
-        )
 
 
 def working_folder(options: Options, beside: Path) -> Path:
@@ -130,3 +115,19 @@ def _ranks_that_are_done(record: Record) -> list[int]:
     """The ranks that have made the steps which were to be recorded."""
     ranks = range(record.world_size)
     return [rank for rank in ranks if (rank_folder(record.folder, rank) / "done").exists()]
+
+
+def _failed(record: Record, end: Ending | None) -> ScriptFailed:
+    """Says why no step was made by all ranks."""
+    assert end is not None
+    what = f"did not make {end.asked} steps of an optimizer within {end.seconds:g} s{end.places}"
+    if end.code is not None:
+        made = "had made the steps that were to be recorded"
+        what = f"ended with exit code {end.code} before every rank {made}"
+    alone = ""
+    if done := _ranks_that_are_done(record):
+        alone = (
+            f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
+            "such as a teacher, let it do that in a run of its own before this one."
+        )
+    return ScriptFailed(f"The command {what}.{alone} It printed last:\n{end.printed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
@@ -46,6 +47,8 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         yield from full_lines(verdict) if full else lines_of_a_step(verdict)
     if verdict.outcome != "same" and len(observed.all_verdicts) > 1:
         yield from labelled("Steps: ", _outcomes(observed))
+    for warning in observed.warnings:
+        yield from (replace(line, style=Style.UNCERTAIN) for line in labelled("Warning: ", warning))
     if verdict.outcome != "different" or full:
         yield from _how(observed)
     elif observed.notes:

@@ -103,7 +103,7 @@ class ScriptObservation:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
         end = None if ending is None else ending.verdict(script.name, verdicts[-1])
         if ending is not None and (end is None or any(v.outcome != "same" for v in verdicts)):
-            self.notes.append(ending.whole_text)
+            self.notes.append(str(ending))
         return Observed(
             name=script.name,
             verdicts=tuple(verdicts),
@@ -117,6 +117,7 @@ class ScriptObservation:
             notes=tuple(dict.fromkeys(self.notes)),
             render=render,
             ending=end,
+            draws_alike=self.alike,
         )
 
     def _without_ragged_dropout(self, record: Record) -> Record:
@@ -198,6 +199,7 @@ class ScriptObservation:
             finally:
                 oracle.close()
                 self.notes += _notes(oracle)
+                self.alike = tuple(oracle.alike)
         finally:
             shutil.rmtree(socket_folder, ignore_errors=True)
 

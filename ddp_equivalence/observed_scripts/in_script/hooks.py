@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -43,7 +41,6 @@ class Hooked:
 
 def install(watch: Watch) -> None:
     """Let ``watch`` be told of everything from now on."""
-    _watch_groups(watch)
     _watch_wrappers(watch)
     _watch_modules(watch)
     watch_loaders(watch)
@@ -51,21 +48,6 @@ def install(watch: Watch) -> None:
     _watch_optimizers(watch)
     _watch_clipping(watch)
     _watch_loss_scales(watch)
-
-
-def _watch_groups(watch: Watch) -> None:
-    if not dist.is_available():
-        return
-    initialise = dist.init_process_group
-
-    @counts_as_torch
-    @functools.wraps(initialise)
-    def initialised(*arguments: Any, **named: Any) -> None:
-        initialise(*arguments, **named)
-        watch.joins_the_ranks()
-
-    dist.init_process_group = initialised
-    distributed_c10d.init_process_group = initialised
 
 
 def _watch_wrappers(watch: Watch) -> None:

@@ -28,6 +28,7 @@ def facts_of_process() -> dict[str, Any]:
     """What the process that judges is told of a rank's process."""
     return {
         "world_size": world_size(),
+        "process": os.getpid(),
         "argv": sys.argv,
         "executable": sys.executable,
         "main": str(getattr(sys.modules.get("__main__"), "__file__", "") or ""),

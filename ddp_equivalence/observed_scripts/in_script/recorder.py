@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +29,10 @@ from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
     world_size,
 )
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
-from ddp_equivalence.observed_scripts.in_script.stacks import write_stacks_on_signal
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
+    STACKS,
     Event,
     RecordedStep,
     digests_of_micro_batches,
@@ -65,10 +67,6 @@ class Recorder(Watch):
         self._set_up = SetUpCalls() if told.look_at is not None and told.look_at.set_up else None
         if self._set_up is not None:
             self._set_up.begin()
-
-    def joins_the_ranks(self) -> None:
-        """Let this rank say where it is, if it hangs."""
-        write_stacks_on_signal(rank_folder(self._told.folder, rank_of_process()))
 
     # --- steps
 
@@ -161,8 +159,10 @@ class Recorder(Watch):
     @property
     def _folder(self) -> Path:
         folder = rank_folder(self._told.folder, rank_of_process())
-        if not (folder / "run.json").exists():
+        if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
+            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+                faulthandler.register(signal.SIGUSR1, (folder / STACKS).open("w"))
             write_whole(folder / "run.json", json.dumps(facts_of_process()))
         return folder
 
@@ -194,6 +194,8 @@ class Recorder(Watch):
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
+        if world_size() > 1:
+            _ = self._folder  # from now on, this rank says where it is if it hangs
         self._look_closer(name)
         self._fetched.trained_with((arguments, named), len(self.now.losses))
         return arguments, named

@@ -82,9 +82,6 @@ class Watch:
 
     # --- what Recorder and Replayer do
 
-    def joins_the_ranks(self) -> None:
-        """The group of all ranks has been made."""
-
     def goes_on(self) -> None:
         """The script goes on after an optimizer's step: what that step was is complete."""
 

@@ -65,7 +65,8 @@ def average_gradients(net):
 def train(options):
     torch.manual_seed(0)
     last = Standardised if "standardised" in options else nn.Linear
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
+    dropout = 0.0 if "keeps" in options else 0.2
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), last(16, 4))
     on_ranks = "clamped_on_ranks" in options and dist.get_world_size() > 1
     if "clamped" in options or on_ranks:
         for weight in net.parameters():
@@ -107,7 +108,7 @@ def train(options):
             teacher.load_state_dict(nn.Linear(8, 4).state_dict())
     if "evaluates" in options and dist.get_rank() == 0:
         evaluate(net, DataLoader(data, batch_size=6, sampler=sampler))
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0 if "alike" in options else dist.get_rank())
     for number, (inputs, labels) in enumerate(loader):
         if "short" in options and number == 8:
             break
@@ -122,6 +123,8 @@ def train(options):
         if "by_rank" in options:
             inputs = inputs + dist.get_rank()
         inputs = inputs.to(torch.float32)  # a script's own cast, which observe turns back
+        if "jointly" in options:  # all ranks scale alike, as where they drop the same layers
+            inputs = inputs * torch.rand(())
         output = net(inputs) if "raw" in options else model(inputs)
         if "probed" in options and dist.get_rank() == 0:
             with torch.no_grad():
