@@ -16,9 +16,10 @@ from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.code_lines import is_shown, is_users
 from ddp_equivalence.observed_scripts.differences_between_ranks import lines_at
+from ddp_equivalence.observed_scripts.in_script.rank_of_process import STACKS
 from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import STACKS, rank_folder
+from ddp_equivalence.observed_scripts.recorded_step import rank_folder
 from ddp_equivalence.report.unknown_verdicts import unknown
 from ddp_equivalence.report.verdict import Outcome, Verdict
 

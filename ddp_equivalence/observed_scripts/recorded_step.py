@@ -19,8 +19,6 @@ from ddp_equivalence.observed_scripts.rows_as_json import NO_ROWS, rows_with_ten
 from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 from ddp_equivalence.observed_scripts.time_first import with_rows_first
 
-STACKS = "stacks.txt"
-
 
 @dataclass(frozen=True)
 class Event:

@@ -21,7 +21,7 @@ from ddp_equivalence.observed_scripts.arrangements import (
     Arrangement,
 )
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed, lengths_differ
+from ddp_equivalence.observed_scripts.end_of_epoch import about_epochs
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge, rows_may_be_elsewhere
 from ddp_equivalence.observed_scripts.launch import short_folder
@@ -49,8 +49,6 @@ from ddp_equivalence.observed_scripts.told import LookAt, Told
 from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
 from ddp_equivalence.report.short.headline import headline_text
 from ddp_equivalence.report.verdict import Verdict
-
-TIME_FIRST = "the batches have the time in dim 0, and their rows in dim 1"
 
 NOT_REPEATED = (
     "the ranks could not be watched a second time: they read other rows then, or had other "
@@ -96,13 +94,12 @@ class ScriptObservation:
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
         self._move_what_was_exported()
-        of_rows = read_by_several_ranks, end_is_not_observed, lengths_differ
-        about_rows = [note(record) for note in of_rows]
+        about_rows = read_by_several_ranks(record), *about_epochs(record)
         self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
-        end = None if ending is None else ending.verdict(script.name, verdicts[-1])
-        if ending is not None and (end is None or any(v.outcome != "same" for v in verdicts)):
+        end = ending and ending.verdict(script.name, verdicts[-1])
+        if ending and (end is None or {one.outcome for one in verdicts} != {"same"}):
             self.notes.append(str(ending))
         return Observed(
             name=script.name,
@@ -147,7 +144,7 @@ class ScriptObservation:
             other = self._without_ragged_dropout(Record(record.folder, time_first=True))
             found = self._judged(script, other, alone, SIDE_BY_SIDE)
             if not rows_may_be_elsewhere(found):
-                self.notes.append(TIME_FIRST)
+                self.notes.append("the batches have the time in dim 0, and their rows in dim 1")
                 return other, found
         vars(self).update(usual)
         return record, verdicts

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +30,6 @@ from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
-    STACKS,
     Event,
     RecordedStep,
     digests_of_micro_batches,
@@ -161,9 +158,7 @@ class Recorder(Watch):
         folder = rank_folder(self._told.folder, rank_of_process())
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-                faulthandler.register(signal.SIGUSR1, (folder / STACKS).open("w"))
-            write_whole(folder / "run.json", json.dumps(facts_of_process()))
+            write_whole(folder / "run.json", json.dumps(facts_of_process(folder)))
         return folder
 
     # --- what a step reads
@@ -194,8 +189,7 @@ class Recorder(Watch):
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
-        if world_size() > 1:
-            _ = self._folder  # from now on, this rank says where it is if it hangs
+        _ = world_size() > 1 and self._folder  # from now on, this rank says where it hangs
         self._look_closer(name)
         self._fetched.trained_with((arguments, named), len(self.now.losses))
         return arguments, named

@@ -14,14 +14,16 @@ from tests.package.observed_scripts.observing import SCRIPTS, observed
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "dropout", "line"),
     [
-        pytest.param("alike", "else model(inputs)", id="masks of dropout"),
-        pytest.param("alike keeps noise", "torch.randn(inputs.shape)", id="noise"),
+        pytest.param("alike", True, "else model(inputs)", id="masks of dropout"),
+        pytest.param("alike noise", False, "torch.randn(", id="noise"),
     ],
 )
-def test_ranks_that_draw_alike_are_told_and_the_step_stays_the_same(words: str, line: str) -> None:
-    found = observed("classifier.py", *words.split(), steps=1)
+def test_ranks_that_draw_alike_are_told_and_the_step_stays_the_same(
+    words: str, dropout: bool, line: str
+) -> None:
+    found = observed("classifier.py", *words.split(), steps=1, dropout=dropout)
     assert found.outcome == "same"
     ((file, number),) = (place.split(":") for place in found.draws_alike)
     assert line in (SCRIPTS / file).read_text().splitlines()[int(number) - 1]
@@ -32,9 +34,13 @@ def test_ranks_that_draw_alike_are_told_and_the_step_stays_the_same(words: str, 
     assert as_json(found)["warnings"] == [warning]
 
 
-@pytest.mark.parametrize("words", ["", "alike keeps", "alike keeps jointly"])
-def test_ranks_may_draw_other_numbers_or_none_or_one_for_all_rows(words: str) -> None:
-    found = observed("classifier.py", *words.split(), steps=1)
+@pytest.mark.parametrize(
+    ("words", "dropout"), [("", True), ("alike", False), ("alike noise jointly", False)]
+)
+def test_ranks_may_draw_other_numbers_or_none_or_one_for_all_rows(
+    words: str, dropout: bool
+) -> None:
+    found = observed("classifier.py", *words.split(), steps=1, dropout=dropout)
     assert (found.outcome, found.warnings) == ("same", ())
 
 

@@ -65,8 +65,7 @@ def average_gradients(net):
 def train(options):
     torch.manual_seed(0)
     last = Standardised if "standardised" in options else nn.Linear
-    dropout = 0.0 if "keeps" in options else 0.2
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), last(16, 4))
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
     on_ranks = "clamped_on_ranks" in options and dist.get_world_size() > 1
     if "clamped" in options or on_ranks:
         for weight in net.parameters():
@@ -115,7 +114,7 @@ def train(options):
         if "stale" not in options or dist.get_rank() == 0:
             optimizer.zero_grad()
         if "noise" in options:
-            inputs = inputs + 0.1 * torch.randn(inputs.shape)
+            inputs = inputs + 0.1 * torch.randn(() if "jointly" in options else inputs.shape)
         if "crops" in options:
             inputs, labels = torch.cat([inputs, inputs * 0.5]), torch.cat([labels, labels])
         if "standardised_rows" in options:
@@ -123,8 +122,6 @@ def train(options):
         if "by_rank" in options:
             inputs = inputs + dist.get_rank()
         inputs = inputs.to(torch.float32)  # a script's own cast, which observe turns back
-        if "jointly" in options:  # all ranks scale alike, as where they drop the same layers
-            inputs = inputs * torch.rand(())
         output = net(inputs) if "raw" in options else model(inputs)
         if "probed" in options and dist.get_rank() == 0:
             with torch.no_grad():
