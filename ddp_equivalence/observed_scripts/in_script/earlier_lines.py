@@ -108,7 +108,8 @@ def _steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]
             if isinstance(value, int | float | str | Tensor | tuple):
                 yield f"{key} of group {number}", _text(value)
         for parameter in group["params"]:
-            for key, value in dict(optimizer.state.get(parameter, {})).items():
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, dict) else ():
                 if not hasattr(value, "full_tensor"):  # a shard differs between ranks
                     yield f"{key} of {names.of_parameter(parameter)}", _text(value)
 

@@ -58,9 +58,8 @@ class Recorder(Watch):
         self._complete: StepInProgress | None = None
         self._fetched = FetchedBatches()
         self._closer_look: CloserLook | None = None
-        self._has_looked = False
         self._operations: LoggedOperations | None = None
-        self._earlier_lines = EarlierLines()
+        self._has_looked, self._earlier_lines = False, EarlierLines()
         self._set_up = SetUpCalls() if told.look_at is not None and told.look_at.set_up else None
         if self._set_up is not None:
             self._set_up.begin()

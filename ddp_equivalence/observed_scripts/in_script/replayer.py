@@ -54,8 +54,7 @@ class Replayer(Watch):
         self._asked = AskedQueries(self._line)
         self._fed_loaders = FedLoaders(told, self.loaders, self._asked)
         self._answers: list[AnswerOfStep] = []
-        self._complete = False
-        self._generators = RankGenerators()
+        self._complete, self._generators = False, RankGenerators()
         follow_restored_states(self._generators)
         self._not_given: dict[int, deque[tuple[Query, list[Source]]]] = {}
         self._nudged_inside: NudgedInside | None = None
