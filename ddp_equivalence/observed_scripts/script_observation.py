@@ -98,7 +98,7 @@ class ScriptObservation:
         self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
-        end = ending and ending.verdict(script.name, verdicts[-1])
+        end = None if ending is None else ending.verdict(script.name, verdicts[-1])
         if ending and (end is None or {one.outcome for one in verdicts} != {"same"}):
             self.notes.append(str(ending))
         return Observed(
