@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
+from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
 from ddp_equivalence.commands.results import require_writable_file
 from ddp_equivalence.report.terminal import painted, width_of
 
@@ -116,6 +116,7 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
         "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for a warning, too")
     parser.add_argument("--full", action="store_true", help="print all that is known of every step")
 
 
@@ -148,6 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(painted(report_lines(observed, arguments.full), sys.stdout), end="")
         if arguments.json is not None:
             write_json(observed, arguments.json)
+    if arguments.strict and observed.outcome == "same" and observed.warnings:
+        return DIFFERENT
     return EXIT_CODE_OF_OUTCOME[observed.outcome]
 
 

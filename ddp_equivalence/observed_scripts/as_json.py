@@ -42,6 +42,8 @@ def as_json(observed: Observed) -> dict[str, Any]:
         "seconds_in_one_process": replayed,
         "torch": torch.__version__,
         "notes": list(observed.notes),
+        "warnings": list(observed.warnings),
+        "ending": None if (end := observed.ending) is None else end.outcome,
         "steps": [_step(observed, number) for number in range(len(observed.verdicts))],
     }
 

@@ -41,3 +41,14 @@ def end_is_not_observed(record: Record) -> str:
         f"the last step of an epoch, which may have {what}, was not observed: "
         f"--from-step {before} observes it"
     )
+
+
+def about_epochs(record: Record) -> tuple[str, str]:
+    """The same, and how long the loaders of the ranks are, if not all are alike."""
+    lengths = [record.step(rank, 0).epoch.batches for rank in range(record.world_size)]
+    each = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths))
+    apart = (
+        f"the loaders of the ranks have different numbers of batches ({each}): at the end of an "
+        "epoch, some ranks train without the others, or wait for them for ever"
+    )
+    return end_is_not_observed(record), apart if len(set(lengths)) > 1 else ""

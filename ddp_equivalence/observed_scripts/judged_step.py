@@ -105,17 +105,17 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verd
     draws = any(step.record.step(rank, step.number).draws for rank in ranks)
     if oracle is None or not draws or verdict.outcome != "different":
         return verdict
-    usual, missed = oracle.row_order, oracle.missed
+    usual, missed, alike = oracle.row_order, oracle.missed, oracle.alike
     others = OTHER_ROW_ORDERS if order_matters(verdict) or missed else ()
     if step.record.ranks_draw_alike(step.number):
         others = (*others, NO_ROWS)  # exchanging ranks does not show it
     for row_order in others if usual == "by row" else ():
-        oracle.row_order, oracle.missed = row_order, {}
+        oracle.row_order, oracle.missed, oracle.alike = row_order, {}, {}
         other = _compared(script, step, kind)
         is_this = order_matters(verdict) and not order_matters(other) and not oracle.missed
         if other.outcome == "same" or (is_this and other.outcome == "different"):
             return other
-    oracle.row_order, oracle.missed = usual, missed
+    oracle.row_order, oracle.missed, oracle.alike = usual, missed, alike
     return verdict
 
 

@@ -38,7 +38,7 @@ def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
     """
     with _observation(command, options) as observation:
         found = observation.observed()
-    for verdict in found.verdicts:
+    for verdict in found.all_verdicts:
         listeners.tell(verdict, None)
     return found
 
@@ -49,7 +49,7 @@ def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...
     The arguments and errors are those of ``observe``.
     """
     with _observation(command, options) as observation:
-        record, float64 = observation.recording.first()
+        record, float64, _ = observation.recording.first()
         alone = observation.in_one_process(record)
         name = name_of_script(observation.command, record.runs[0]["main"])
         return tuple(plan_lines(record, name, alone, float64))

@@ -18,8 +18,10 @@ class Observed:
 
     ``command``, ``one_process``: what ran on the ranks and in one process. ``seconds``: what both
     took. ``float64``: the script computed in float64. ``on_cpu``: its CUDA devices were the CPU.
-    ``notes``: what a reader must know beside the verdicts. ``render``: writes the report; with
-    True, everything.
+    ``notes``: what a reader must know beside the verdicts. ``ending``: a verdict on the script as a
+    whole, if it hung or failed before it had made all steps that were asked for.
+    ``draws_alike``: the lines at which all ranks drew the same random numbers for their rows.
+    ``render``: writes the report; with True, everything.
     """
 
     name: str
@@ -33,6 +35,25 @@ class Observed:
     on_cpu: bool
     notes: tuple[str, ...]
     render: Callable[[Observed, bool], str] = field(repr=False, compare=False)
+    ending: Verdict | None = None
+    draws_alike: tuple[str, ...] = ()
+
+    @property
+    def all_verdicts(self) -> tuple[Verdict, ...]:
+        """Those on the steps, and that on the ending if there is one."""
+        return self.verdicts if self.ending is None else (*self.verdicts, self.ending)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes no step wrong, and is seldom meant."""
+        if not self.draws_alike:
+            return ()
+        return (
+            "every rank draws the same random numbers for its rows, such as masks of dropout or "
+            f"noise: at {', '.join(self.draws_alike)}. If that is not meant, seed each rank by its "
+            "number after the model is made: torch.manual_seed(seed + rank)"
+            "  [dropout_same_on_all_ranks]",
+        )
 
     @property
     def verdict(self) -> Verdict:
@@ -40,7 +61,7 @@ class Observed:
         last one.
         """
         for outcome in ("different", "unknown"):
-            for verdict in self.verdicts:
+            for verdict in self.all_verdicts:
                 if verdict.outcome == outcome:
                     return verdict
         return self.verdicts[-1]

@@ -63,6 +63,7 @@ class Oracle:
         self._number = 0
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
+        self.alike: dict[str, None] = {}
         self.row_order: RowOrder = "in dim 1" if record.time_first else "by row"
         self.arrangements: set[Arrangement] = set()
 
@@ -175,6 +176,7 @@ class Oracle:
         """Raises CannotReplay if all rows were asked for, and the model was called with others."""
         if sorted(map(repr, rows)) != sorted(map(repr, self._record.rows(group))):
             return
+        self.alike |= dict.fromkeys(answer.alike)
         joined = arrangement_of(self._record, self.arrangement, group) == JOINED_AND_REPEATED
         times = self._record.world_size if joined else 1
         for number, step in zip(group, answer.steps, strict=True):

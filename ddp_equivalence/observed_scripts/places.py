@@ -28,6 +28,8 @@ class EarlierPlaces:
     read first. ``cleared``: called zero_grad since the step before. ``loaded``: the name of a
     module -> the last line that loaded its weights. ``buffers``: the name of a buffer -> the line
     in the class of its module that assigns it, if there is only one; an empty place if not.
+    ``scheduled``: stepped a scheduler of the optimizer last. ``state_loaded``: loaded the state of
+    the optimizer. ``steps_with``: its options and state, see ``optimizer_states``.
     """
 
     optimizer: Place = field(default_factory=Place)
@@ -35,6 +37,9 @@ class EarlierPlaces:
     cleared: Place = field(default_factory=Place)
     loaded: Mapping[str, Place] = field(default_factory=dict)
     buffers: Mapping[str, Place] = field(default_factory=dict)
+    scheduled: Place = field(default_factory=Place)
+    state_loaded: Place = field(default_factory=Place)
+    steps_with: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EarlierPlaces:
@@ -45,4 +50,7 @@ class EarlierPlaces:
             cleared=Place(**raw["cleared"]),
             loaded={name: Place(**place) for name, place in raw["loaded"].items()},
             buffers={name: Place(**place) for name, place in raw["buffers"].items()},
+            scheduled=Place(**raw["scheduled"]),
+            state_loaded=Place(**raw["state_loaded"]),
+            steps_with=raw["steps_with"],
         )

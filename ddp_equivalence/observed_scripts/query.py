@@ -182,13 +182,15 @@ def _changed_by_hand(seen: StepInProgress) -> bool:
 class Answer:
     """The answer to the query with this number. ``missed``: how often each random operation drew
     other numbers than the ranks, because it does not draw by rows. ``operations``: the file with
-    those that were logged; "" if none were.
+    those that were logged; "" if none were. ``alike``: the lines at which all ranks in the query
+    drew the same random numbers for their rows.
     """
 
     number: int
     steps: tuple[AnswerOfStep, ...]
     missed: Mapping[str, int] = field(default_factory=dict)
     operations: str = ""
+    alike: tuple[str, ...] = ()
 
     @property
     def of_other_parameters(self) -> bool:
@@ -227,4 +229,5 @@ class Answer:
             )
             for one in raw["steps"]
         )
-        return cls(raw["number"], steps, raw["missed"], raw["operations"])
+        missed, alike = raw["missed"], tuple(raw["alike"])
+        return cls(raw["number"], steps, missed, raw["operations"], alike)

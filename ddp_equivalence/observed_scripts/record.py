@@ -54,15 +54,15 @@ class Record:
         return max((run["world_size"] for run in self.runs.values()), default=0)
 
     @cached_property
+    def steps_by_rank(self) -> tuple[int, ...]:
+        """How many steps each rank has completed."""
+        folders = [rank_folder(self.folder, rank) for rank in range(self.world_size)]
+        return tuple(sum(1 for _ in at.glob("step*[0-9].json")) for at in folders)
+
+    @cached_property
     def steps(self) -> tuple[int, ...]:
         """The numbers of the steps that every rank has completed."""
-        number = 0
-        while self.world_size and all(
-            (rank_folder(self.folder, rank) / f"step{number}.json").exists()
-            for rank in range(self.world_size)
-        ):
-            number += 1
-        return tuple(range(number))
+        return tuple(range(min(self.steps_by_rank, default=0)))
 
     def step(self, rank: int, number: int) -> RecordedStep:
         """One step of one rank."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddp_equivalence.observed_scripts.how_it_ended import Ending, where_ranks_are
 from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.options import Options
 from ddp_equivalence.observed_scripts.record import Record
@@ -31,15 +32,21 @@ class Recording:
     def __init__(self, command: Sequence[str], options: Options, scratch: Path) -> None:
         self._command, self._options, self._scratch = tuple(command), options, scratch
 
-    def first(self) -> tuple[Record, bool]:
-        """The record of the steps, and whether it was made in float64. Raises ScriptFailed."""
+    def first(self) -> tuple[Record, bool, Ending | None]:
+        """The record of the steps, whether it was made in float64, and how the script ended if it
+        did not make all of them. Raises ScriptFailed.
+        """
         tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
-        why = ""
+        found: list[tuple[Record, bool, Ending | None]] = []
         for float64 in tries[self._options.precision]:
-            record, why = self._run(float64=float64)
-            if record.steps:
-                return record, float64
-        raise ScriptFailed(why)
+            record, end = self._run(float64=float64)
+            found.append((record, float64, end))
+            if record.steps and (end is None or not end.code):
+                break
+        best = max(found, key=lambda one: len(one[0].steps))
+        if not best[0].steps:
+            raise _failed(record, end)
+        return best
 
     def again(self, **told: Any) -> Record:
         """Another record. ``told``: fields of ``Told``.
@@ -48,11 +55,11 @@ class Recording:
         """
         record, why = self._run(**told)
         if not record.steps:
-            raise ScriptFailed(why)
+            raise _failed(record, why)
         return record
 
-    def _run(self, **more: Any) -> tuple[Record, str]:
-        """The record, and why it is too short, if it is."""
+    def _run(self, **more: Any) -> tuple[Record, Ending | None]:
+        """The record, and how the script ended before it had made the steps, if it did."""
         options = self._options
         folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self._scratch))
         at = working_folder(options, folder)
@@ -78,12 +85,16 @@ class Recording:
             while running.exit_code is None and _all_done(folder) and time.monotonic() < ended:
                 time.sleep(0.01)
             code = running.exit_code
+            hangs = code is None and not _all_done(folder)
+            places = where_ranks_are(Record(folder)) if hangs else {}
         finally:
             running.end()
         record = Record(folder)
-        if record.steps:
-            return record, ""
-        return record, _why_not(code, running.last_words, options, _ranks_that_are_done(record))
+        made = record.steps_by_rank
+        if len(record.steps) >= replace(told, **more).steps or _all_done(folder):
+            return record, None
+        words = running.last_words
+        return record, Ending(code, options.deadline, options.steps, made, words, places)
 
 
 def working_folder(options: Options, beside: Path) -> Path:
@@ -106,16 +117,17 @@ def _ranks_that_are_done(record: Record) -> list[int]:
     return [rank for rank in ranks if (rank_folder(record.folder, rank) / "done").exists()]
 
 
-def _why_not(code: int | None, last_words: str, options: Options, done: Sequence[int]) -> str:
-    """Why too little was recorded, in words. ``done``: the ranks that made all steps."""
-    end = f"did not make {options.steps} steps of an optimizer within {options.deadline:g} s"
-    if code is not None:
+def _failed(record: Record, end: Ending | None) -> ScriptFailed:
+    """Says why no step was made by all ranks."""
+    assert end is not None
+    what = f"did not make {end.asked} steps of an optimizer within {end.seconds:g} s{end.places}"
+    if end.code is not None:
         made = "had made the steps that were to be recorded"
-        end = f"ended with exit code {code} before every rank {made}"
+        what = f"ended with exit code {end.code} before every rank {made}"
     alone = ""
-    if done:
+    if done := _ranks_that_are_done(record):
         alone = (
             f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
             "such as a teacher, let it do that in a run of its own before this one."
         )
-    return f"The command {end}.{alone} It printed last:\n{last_words}"
+    return ScriptFailed(f"The command {what}.{alone} It printed last:\n{end.printed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
@@ -40,11 +41,14 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         first, *rest = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}".splitlines()
         yield from paragraph(first, "  ")
         yield from (Line(f"  | {line}") for line in rest)
-        yield Line("  Nothing was shown, which is not a pass.")
+        if verdict is not observed.ending:
+            yield Line("  Nothing was shown, which is not a pass.")
     else:
         yield from full_lines(verdict) if full else lines_of_a_step(verdict)
-    if verdict.outcome != "same" and len(observed.verdicts) > 1:
+    if verdict.outcome != "same" and len(observed.all_verdicts) > 1:
         yield from labelled("Steps: ", _outcomes(observed))
+    for warning in observed.warnings:
+        yield from (replace(line, style=Style.UNCERTAIN) for line in labelled("Warning: ", warning))
     if verdict.outcome != "different" or full:
         yield from _how(observed)
     elif observed.notes:
@@ -72,7 +76,7 @@ def _steps(observed: Observed) -> str:
 
 
 def _outcomes(observed: Observed) -> str:
-    """The outcome of every step: ``1 same; 2, 3 different``."""
+    """The outcome of every recorded step: ``1 same; 2, 3 different``."""
     numbers: dict[str, list[str]] = {}
     for number, verdict in enumerate(observed.verdicts, start=1):
         numbers.setdefault(verdict.outcome, []).append(str(number))

@@ -21,7 +21,7 @@ from ddp_equivalence.observed_scripts.arrangements import (
     Arrangement,
 )
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed
+from ddp_equivalence.observed_scripts.end_of_epoch import about_epochs
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge, rows_may_be_elsewhere
 from ddp_equivalence.observed_scripts.launch import short_folder
@@ -50,8 +50,6 @@ from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
 from ddp_equivalence.report.short.headline import headline_text
 from ddp_equivalence.report.verdict import Verdict
 
-TIME_FIRST = "the batches have the time in dim 0, and their rows in dim 1"
-
 NOT_REPEATED = (
     "the ranks could not be watched a second time: they read other rows then, or had other "
     "weights. Seed what the script draws"
@@ -78,7 +76,7 @@ class ScriptObservation:
         """Do it. Raises BadCase and ScriptFailed."""
         started = time.monotonic()
         show("the ranks train")
-        record, self.float64 = self.recording.first()
+        record, self.float64, ending = self.recording.first()
         self.notes: list[str] = []
         record = self._without_ragged_dropout(record)
         recorded = time.monotonic()
@@ -96,10 +94,13 @@ class ScriptObservation:
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
         self._move_what_was_exported()
-        about_rows = read_by_several_ranks(record), end_is_not_observed(record)
+        about_rows = read_by_several_ranks(record), *about_epochs(record)
         self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
+        end = None if ending is None else ending.verdict(script.name, verdicts[-1])
+        if ending and (end is None or {one.outcome for one in verdicts} != {"same"}):
+            self.notes.append(str(ending))
         return Observed(
             name=script.name,
             verdicts=tuple(verdicts),
@@ -112,6 +113,8 @@ class ScriptObservation:
             on_cpu=script.on_cpu,
             notes=tuple(dict.fromkeys(self.notes)),
             render=render,
+            ending=end,
+            draws_alike=self.alike,
         )
 
     def _without_ragged_dropout(self, record: Record) -> Record:
@@ -141,7 +144,7 @@ class ScriptObservation:
             other = self._without_ragged_dropout(Record(record.folder, time_first=True))
             found = self._judged(script, other, alone, SIDE_BY_SIDE)
             if not rows_may_be_elsewhere(found):
-                self.notes.append(TIME_FIRST)
+                self.notes.append("the batches have the time in dim 0, and their rows in dim 1")
                 return other, found
         vars(self).update(usual)
         return record, verdicts
@@ -193,6 +196,7 @@ class ScriptObservation:
             finally:
                 oracle.close()
                 self.notes += _notes(oracle)
+                self.alike = tuple(oracle.alike)
         finally:
             shutil.rmtree(socket_folder, ignore_errors=True)
 

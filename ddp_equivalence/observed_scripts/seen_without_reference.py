@@ -25,6 +25,7 @@ from ddp_equivalence.observed_scripts.differences_between_ranks import (
 from ddp_equivalence.observed_scripts.gradient_sums import holds_the_mean_of_own
 from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.observed_scripts.reduced_after_clipping import reduces_after_clipping
+from ddp_equivalence.observed_scripts.weights_part import weights_part
 from ddp_equivalence.report.verdict import Verdict
 
 SAME_FACTOR = 1e-6
@@ -41,6 +42,7 @@ def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     yield from _nothing_reduced(step)
     yield from _clipped_while_scaled(step)
     yield from differences_between_ranks(step)
+    yield from weights_part(step)
 
 
 def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:

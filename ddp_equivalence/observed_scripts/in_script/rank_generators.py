@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.generator_states import (
     default_generator,
     set_generator_state,
@@ -39,12 +40,13 @@ from ddp_equivalence.observed_scripts.query import RowOrder
 @dataclass(frozen=True)
 class Source:
     """``state``: of a rank's generators; None if it is not known. ``count``: the rows of that rank.
-    ``rows``: which of them are in this process's batch; None for all.
+    ``rows``: which of them are in this process's batch; None for all. ``rank``: its number.
     """
 
     state: Tensor | None
     count: int
     rows: tuple[int, ...] | None
+    rank: int = 0
 
     @property
     def taken(self) -> int:
@@ -77,6 +79,7 @@ class RankGenerators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.missed: dict[str, int] = {}
+        self.alike: dict[str, None] = {}
         self.counts = True
         self._sources: list[Source] = []
         self._states: States = []
@@ -179,21 +182,31 @@ class RankGenerators(TorchDispatchMode):
     @contextmanager
     def _drawing_as(self, number: int, device: torch.device) -> Iterator[None]:
         """Inside the block, torch draws on this device what one source draws next."""
-        generator, states = default_generator(device), self._states[number]
+        generator = default_generator(device)
         assert generator is not None
-        kind = device.type  # a device without a number is the current one
-        if kind not in states:
-            state = self._sources[number].state
-            of_device = None if state is None else state_for(device, state)
-            assert of_device is not None
-            states[kind] = of_device
         kept = generator.get_state()
-        generator.set_state(states[kind])
+        generator.set_state(self._state(number, device))
         try:
             yield
         finally:
-            states[kind] = generator.get_state()
+            self._states[number][device.type] = generator.get_state()
             generator.set_state(kept)
+
+    def _state(self, number: int, device: torch.device) -> Tensor:
+        """That of one source now. A device without a number is the current one."""
+        states, state = self._states[number], self._sources[number].state
+        if device.type not in states:
+            of_device = None if state is None else state_for(device, state)
+            assert of_device is not None
+            states[device.type] = of_device
+        return states[device.type]
+
+    def _note_alike(self, device: torch.device) -> None:
+        """Remember the line, if all ranks draw the same numbers for their rows there."""
+        first, *others = (self._state(number, device) for number in range(len(self._sources)))
+        are_alike = all(torch.equal(first, other) for other in others)
+        if are_alike and len({one.rank for one in self._sources}) > 1:
+            self.alike[str(place_of_caller())] = None
 
     def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The result of an operation that draws rows; None if it does not."""
@@ -207,6 +220,7 @@ class RankGenerators(TorchDispatchMode):
         where = RowsInTensor.of(size, rows, self._row_order)
         if where is None or (where.dim and func in OF_DIM_0):
             return None
+        self._note_alike(device)
         results = []
         for number, source in enumerate(self._sources):
             if func in MADE:

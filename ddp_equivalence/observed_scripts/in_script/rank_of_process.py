@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+STACKS = "stacks.txt"
 
 
 def rank_of_process() -> int:
@@ -24,10 +29,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def facts_of_process() -> dict[str, Any]:
-    """What the process that judges is told of a rank's process."""
+def facts_of_process(folder: Path) -> dict[str, Any]:
+    """What the process that judges is told of a rank's process. From now on, it also writes its
+    stacks to the rank's folder on SIGUSR1, unless the script uses this signal itself.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR1, (folder / STACKS).open("w"))
     return {
         "world_size": world_size(),
+        "process": os.getpid(),
         "argv": sys.argv,
         "executable": sys.executable,
         "main": str(getattr(sys.modules.get("__main__"), "__file__", "") or ""),

@@ -161,7 +161,7 @@ class Recorder(Watch):
         folder = rank_folder(self._told.folder, rank_of_process())
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / "run.json", json.dumps(facts_of_process()))
+            write_whole(folder / "run.json", json.dumps(facts_of_process(folder)))
         return folder
 
     # --- what a step reads
@@ -192,6 +192,7 @@ class Recorder(Watch):
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
+        _ = world_size() > 1 and self._folder  # from now on, this rank says where it hangs
         self._look_closer(name)
         self._fetched.trained_with((arguments, named))
         return arguments, named

@@ -93,9 +93,10 @@ class Replayer(Watch):
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):
-            steps, missed = tuple(self._answers), self._generators.missed
-            self._generators.missed = {}
-            self._line.answer(Answer(query.number, steps, missed, self._logged))
+            steps, drawn = tuple(self._answers), self._generators
+            answer = Answer(query.number, steps, drawn.missed, self._logged, tuple(drawn.alike))
+            drawn.missed, drawn.alike = {}, {}
+            self._line.answer(answer)
             self._answers, self._logged = [], ""
 
     def goes_on(self) -> None:
@@ -269,7 +270,7 @@ class Replayer(Watch):
         record = self._reader(piece.rank, step)
         counts = record.batch_counts or record.call_counts or (0,)
         count = counts[min(piece.micro_batch, len(counts) - 1)]
-        return Source(record.tensor(event), count, piece.rows)
+        return Source(record.tensor(event), count, piece.rows, piece.rank)
 
     def _draws(self, query: Query) -> bool:
         ranks = query.ranks

@@ -107,14 +107,14 @@ def train(options):
             teacher.load_state_dict(nn.Linear(8, 4).state_dict())
     if "evaluates" in options and dist.get_rank() == 0:
         evaluate(net, DataLoader(data, batch_size=6, sampler=sampler))
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0 if "alike" in options else dist.get_rank())
     for number, (inputs, labels) in enumerate(loader):
         if "short" in options and number == 8:
             break
         if "stale" not in options or dist.get_rank() == 0:
             optimizer.zero_grad()
         if "noise" in options:
-            inputs = inputs + 0.1 * torch.randn(inputs.shape)
+            inputs = inputs + 0.1 * torch.randn(() if "jointly" in options else inputs.shape)
         if "crops" in options:
             inputs, labels = torch.cat([inputs, inputs * 0.5]), torch.cat([labels, labels])
         if "standardised_rows" in options:
