@@ -103,7 +103,7 @@ def after(kind: type[Any], name: str, then: Callable[[Any], None]) -> None:
 
 def _steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
     """What decides how an optimizer steps beside its gradients, as names and texts."""
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         for key, value in group.items():
             if isinstance(value, int | float | str | Tensor | tuple):
                 yield f"{key} of group {number}", _text(value)

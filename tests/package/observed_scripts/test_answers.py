@@ -12,7 +12,7 @@ def test_every_field_of_an_answer_arrives() -> None:
     step = AnswerOfStep(
         2, "file", (1.5,), ("bias",), 1, (3, 4), (("one", "two"),), True, "bfloat16", (2.5,)
     )
-    answer = Answer(7, (step,), {"randn": 2}, "operations")
+    answer = Answer(7, (step,), {"randn": 2}, "operations", ("train.py:3",))
     for one in (step, answer):
         usual = {field.name: field.default for field in dataclasses.fields(one)}
         assert all(getattr(one, name) != value for name, value in usual.items())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader
 
 from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
@@ -19,6 +19,12 @@ WATCHED = (
     (Optimizer, "__init__"),
     (DataLoader, "__init__"),
     (nn.Module, "load_state_dict"),
+    (Optimizer, "load_state_dict"),
+    *(
+        (kind, "step")
+        for kind in vars(lr_scheduler).values()
+        if "step" in getattr(kind, "__dict__", ())
+    ),
     (Optimizer, "zero_grad"),
     (nn.Module, "zero_grad"),
 )
@@ -109,3 +115,18 @@ def test_what_was_cleared_before_a_step_belongs_to_it(lines: EarlierLines) -> No
     assert source(places_of(lines, painter, of_painter).cleared) == "painter.zero_grad()"
     lines.step_ends()
     assert not places_of(lines, painter, of_painter).cleared.file  # nobody cleared anything
+
+
+def test_the_lines_that_step_a_schedule_and_load_the_state_of_an_optimizer_are_known(
+    lines: EarlierLines,
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.5)
+    schedule = lr_scheduler.StepLR(optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    schedule.step()
+    found = places_of(lines, model, optimizer)
+    assert source(found.scheduled) == "schedule.step()"
+    assert source(found.state_loaded) == "optimizer.load_state_dict(optimizer.state_dict())"
+    assert found.steps_with["lr of group 0"] == "0.05"
