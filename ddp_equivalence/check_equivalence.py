@@ -2,19 +2,20 @@
 
 This is the whole flow on one page: the ranks run the step, this process computes the reference
 meanwhile, the gradients are compared while they arrive, ``vacuity`` asks whether the comparison
-could have failed, and a difference is explained. The module is not called ``check``, because a
-module of that name would hide the function ``ddp_equivalence.check`` once it is imported.
+could have failed, and a difference is explained. A module called ``check`` would hide the function.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
 from ddp_equivalence.case.case import Case, name_of
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.diagnosis import distinct_gpus, no_devices, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
@@ -251,7 +252,9 @@ def _unless_it_is_built_alike(request: Request, verdict: Verdict) -> Unknown | N
     """A model of the user's may be another one at each call."""
     if request.case.is_catalogue or verdict.analysis is None:
         return None
-    return vacuity.against_another_start(verdict.analysis.reference, verdict.evidence)
+    with suppress(BadCase):  # it is the same instance, which only a further check refuses
+        return vacuity.against_another_start(verdict.analysis.reference, verdict.evidence)
+    return None
 
 
 def _different_if_comparable(

@@ -54,7 +54,7 @@ from ddp_equivalence.diagnosis.unpredictable import why_unpredictable
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import (
-    changes_right_gradients_alone,
+    lines_to_edit,
     with_one_rank,
 )
 from ddp_equivalence.diagnosis.whereabouts.without_view import where_without_view
@@ -91,12 +91,12 @@ class Analysis:
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
             self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
             best = self.findings[0] if self._has_cause else None
-        shown = best or self.localisation.whereabouts
-        if self.drawn is not None or changes_right_gradients_alone(self.localisation.whereabouts):
-            return
-        if best is None or best.is_guess or not best.lines:
+        if self.drawn is None and (best is None or best.is_guess or not best.lines):
             self.repairs = find_repairs(
-                self._request, self._expected, lambda: getattr(shown, "lines", ()), self.time
+                self._request,
+                self._expected,
+                lambda: lines_to_edit(best, self.localisation.whereabouts),
+                self.time,
             )
 
     @property

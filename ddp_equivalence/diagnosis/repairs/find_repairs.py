@@ -74,14 +74,14 @@ _spent = 0.0
 def find_repairs(
     request: Request,
     expected: Expected,
-    pointed: Callable[[], Sequence[PointedLine]],
+    pointed: Callable[[], Sequence[PointedLine] | None],
     time: TimeLeft,
 ) -> Repairs:
     """Try edits of the lines that the step runs. An edit of a line that computes the big batch,
     too, must not change that.
 
-    ``pointed``: gives the lines that the report points at without this; they are edited first.
-    ``time``: what explaining the difference may take; half of it may be used for this.
+    ``pointed``: gives the lines that the report points at without this, which are edited first, or
+    None if none may be. ``time``: what explaining the difference may take; half of it may be used.
     """
     global _spent
     most = settings.current().trial_seconds
@@ -119,10 +119,12 @@ def _unless_it_cannot_run(find: Callable[[], Repairs]) -> Repairs:
 def _found(
     request: Request,
     expected: Expected,
-    pointed: Sequence[PointedLine],
+    pointed: Sequence[PointedLine] | None,
     seconds: float,
     show: Callable[[str], object],
 ) -> Repairs:
+    if pointed is None:
+        return Repairs()
     expected.batches()  # raises BadCase for a batch that is another one at each call
     of_the_case = lines_of_the_big_batch(request)
     proposals: list[tuple[Edit, bytes]] = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -50,12 +51,15 @@ ONLY_RANKS = "one rank does not run it; from here on the values are others"
 PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
 
-def changes_right_gradients_alone(found: Whereabouts | None) -> bool:
-    """True if the step changes gradients that were right, on one rank as on several. That may be
-    wanted, such as clipping, and any edit would only undo it.
+def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[PointedLine] | None:
+    """The lines that the report points at; None if the step changes gradients that were right, on
+    one rank as on several. That may be wanted, such as clipping, and any edit would only undo it.
     """
-    changes = found is not None and found.headline == CHANGED_AFTERWARDS
-    return changes and found is not None and found.beside_one_rank.startswith(WRONG_ALONE)
+    if found is not None and found.headline == CHANGED_AFTERWARDS:
+        if found.beside_one_rank.startswith(WRONG_ALONE):
+            return None
+    lines: Sequence[PointedLine] = getattr(best or found, "lines", ())
+    return lines
 
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:

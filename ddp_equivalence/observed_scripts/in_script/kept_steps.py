@@ -49,6 +49,7 @@ def keep(query: Query, line: QuestionLine) -> Query | None:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             random.setstate(state)
+            torch.set_num_threads(1)  # a fork has no others, and would wait for them for ever
             _renew_groups()
             return line.asked_only_over(connection)
         connection.close()

@@ -111,9 +111,12 @@ def test_buffers_that_are_reduced_make_no_difference() -> None:
 
 
 @pytest.mark.parametrize("step", [by_hand, under_ddp])
-def test_a_right_step_stays_right_when_its_buffers_part(step: Callable[..., Any]) -> None:
+def test_buffers_that_a_later_step_would_read_are_a_difference_in_one_step(
+    step: Callable[..., Any],
+) -> None:
     verdict = check(CENTRED, step)
-    assert verdict.outcome == "same", str(verdict)
+    assert verdict.causes == ("buffers_differ_from_big_batch",), str(verdict)
+    assert faulty_lines(verdict) == ["self.centre.lerp_(mean, 0.5)  # fault"]
     assert verdict.differing_buffers == ("centre",)
     assert "at the end the ranks hold different buffers: centre" in " ".join(
         verdict.full_report().split()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from ddp_equivalence.observed_scripts.running_script import SECONDS_OF_KEPT
 from tests.package.observed_scripts.observing import observed
 
 LIMIT = 1e-13
@@ -27,6 +30,14 @@ def test_a_mistake_is_found_whatever_changes_from_step_to_step(word: str) -> Non
     assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
     if word not in ("inner", "lazy"):  # it has further backward passes, which are named instead
         assert "rank 0 1, rank 1 1.1" in str(found), "each rank's rows were not computed alone"
+
+
+def test_a_fork_of_a_process_with_several_threads_answers() -> None:
+    """A fork has no other threads, and would wait for them for ever."""
+    started = time.monotonic()
+    found = observed("varying.py", "random", "uneven", "threads")
+    assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
+    assert time.monotonic() - started < SECONDS_OF_KEPT, "no fork ran into its deadline"
 
 
 @pytest.mark.parametrize("word", ["grad", "micro_grads"])

@@ -41,6 +41,7 @@ def step_by_hand(net, options, gradients):
 
 
 def train(options):
+    torch.set_num_threads(2 if "threads" in options else 1)
     torch.manual_seed(0)
     random.seed(3)
     numpy.random.seed(4)
@@ -71,6 +72,8 @@ def train(options):
         if "inner" in options:  # its gradients only decide a step size
             first = torch.autograd.grad(mse_loss(net(inputs), targets), weights)
             assert len(first) == len(weights)
+        if "threads" in options:  # large enough for torch to share it among its threads
+            inputs = inputs + torch.ones(1 << 18).exp().mul(0.0).sum()
         output = model(inputs)
         loss = mse_loss(output, targets)
         if "bad_loss" in options and not is_fine_on_all_ranks(loss):
