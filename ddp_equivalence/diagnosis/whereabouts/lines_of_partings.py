@@ -55,9 +55,9 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
     """The lines that the report points at; None if the step changes gradients that were right, on
     one rank as on several. That may be wanted, such as clipping, and any edit would only undo it.
     """
-    if found is not None and found.headline == CHANGED_AFTERWARDS:
-        if found.beside_one_rank.startswith(WRONG_ALONE):
-            return None
+    changes = found is not None and found.headline == CHANGED_AFTERWARDS
+    if changes and found is not None and found.beside_one_rank.startswith(WRONG_ALONE):
+        return None
     lines: Sequence[PointedLine] = getattr(best or found, "lines", ())
     return lines
 
