@@ -44,8 +44,8 @@ class Reference:
     empty if the reference is a function of the user's own. ``at_each_step``: gradients and updates
     are those at each step of an optimizer. ``after_clipping``: gradients are those after clipping.
     ``buffers``: what the buffers of the model hold afterwards, and the tensors that its modules
-    keep. ``why_not_float64``: what the loss
-    raised in float64, if the big batch was therefore computed in the precision of the case.
+    keep. ``why_not_float64``: what the loss raised in float64, if the big batch was therefore
+    computed in the precision of the case.
     """
 
     case: Case

@@ -31,7 +31,10 @@ from ddp_equivalence.reference import in_dtype, train
 
 NAME = "buffers_differ_from_big_batch"
 
-FIX = "reduce what changes {} over all ranks, so that each rank keeps what the big batch would."
+REDUCE = "reduce what changes {} over all ranks, so that each rank keeps what the big batch would."
+AS_OFTEN = (
+    "change {} as often as the big batch does, which is once for a step, and by all its rows."
+)
 
 MATTERS = 1e-9
 """Gradients are others if they differ by more than this, relative to their norm."""
@@ -87,31 +90,36 @@ def finding_of_state(
     evidence: Mapping[int, Evidence],
     seen: Mapping[int, Observation],
 ) -> Finding:
-    """The finding that a step leaves this state, and has right gradients."""
+    """The finding that a step leaves this state, and has right gradients. ``evidence``: of the
+    ranks; without any, rank 0 is known to have changed the state by its own rows.
+    """
     names = names_text([one.name for one in beside])
     held = [
         {name: one.buffers.get(name) for name in (b.name for b in beside)}
         for one in evidence.values()
     ]
-    apart = "each rank has moved it by its own rows" if any(one != held[0] for one in held) else ""
+    apart = not held or any(one != held[0] for one in held)
+    by_whom = " by the rank's own rows" if apart else ""
     return Finding(
         cause=NAME,
         sentence="The gradients of the step are right, and the state that it leaves is not that of "
         "the big batch: buffers, or tensors that modules keep. The next gradient depends on them.",
-        look_at="the lines that change this state: reduce what they write over all ranks",
+        look_at="the lines that change this state: how often they run, and by which rows",
         unexplained=None,
         accepted=True,
         fits=True,
-        detail=f"off by {text_of_buffers(beside)}, relative to its norm",
-        because=apart,
+        detail=f"these are off, relative to their norms: {text_of_buffers(beside)}",
+        because="the ranks hold different values of it afterwards" if apart and held else "",
         headline=f"{names}, which the next step reads, {'is' if len(beside) == 1 else 'are'} not "
         "what the big batch leaves",
-        fix=FIX.format(names),
-        lines=tuple(_lines([one.name for one in beside], seen)),
+        fix=(REDUCE if apart else AS_OFTEN).format(names),
+        lines=tuple(_lines([one.name for one in beside], by_whom, seen)),
     )
 
 
-def _lines(names: Sequence[str], seen: Mapping[int, Observation]) -> list[PointedLine]:
+def _lines(
+    names: Sequence[str], by_whom: str, seen: Mapping[int, Observation]
+) -> list[PointedLine]:
     """The last line that changed this state on a rank."""
     for of_rank in seen.values():
         changes = [
@@ -122,5 +130,5 @@ def _lines(names: Sequence[str], seen: Mapping[int, Observation]) -> list[Pointe
         if changes:
             line = changes[-1].line
             assert line is not None
-            return [PointedLine(line, f"changes {names_text(names)} by the rank's own rows", True)]
+            return [PointedLine(line, f"changes {names_text(names)}{by_whom}", True)]
     return []

@@ -44,7 +44,9 @@ def end_is_not_observed(record: Record) -> str:
 
 
 def about_epochs(record: Record) -> tuple[str, str]:
-    """The same, and how long the loaders of the ranks are, if not all are alike."""
+    """What ``end_is_not_observed`` says, and how long the loaders of the ranks are, if they differ.
+    Each is "" if there is nothing to say.
+    """
     lengths = [record.step(rank, 0).epoch.batches for rank in range(record.world_size)]
     each = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths))
     apart = (

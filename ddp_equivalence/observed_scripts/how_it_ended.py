@@ -130,9 +130,14 @@ def where_ranks_are(record: Record) -> dict[int, RankPlace]:
 
 
 def _look(record: Record) -> dict[int, RankPlace]:
-    for run in record.runs.values():
-        with suppress(ProcessLookupError):
-            os.kill(run["process"], signal.SIGUSR1)
+    for rank, run in record.runs.items():
+        stacks = rank_folder(record.folder, rank) / STACKS
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(run["process"])
+            # No other process may get the signal, which would end it: neither one that has the
+            # number of a rank that has ended, nor a script that uses the signal itself.
+            if stacks.exists() and process.create_time() < stacks.stat().st_ctime:
+                process.send_signal(signal.SIGUSR1)
     time.sleep(SECONDS_APART)
     return {rank: _place(record, rank) for rank in record.runs}
 

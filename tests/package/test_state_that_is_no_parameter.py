@@ -124,6 +124,21 @@ class OnlyCounted(Moving):
         return values
 
 
+class Counted(Moving):
+    """Counts its calls, two by two, and has another loss after each pair."""
+
+    calls: Tensor
+
+    def make(self) -> None:
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        pairs = (self.calls / 2).floor()
+        self.calls += 1
+        values: Tensor = self.layer(rows)
+        return values * (1 + pairs)
+
+
 class ReadInEvaluation(Moving):
     """Running statistics of the rank's own rows, which training does not read, as in batch norm."""
 
@@ -194,6 +209,19 @@ def test_the_line_that_moves_the_state_is_marked() -> None:
     report = str(check(case_of(Codebook, reduces=False), step))
     (marked,) = [line for line in report.splitlines() if line.startswith(">")]
     assert "self.codes.add_(0.1 * moved)" in marked
+
+
+def test_state_that_is_changed_once_for_each_micro_batch_is_not_said_to_need_a_reduction() -> None:
+    def accumulates(model: nn.Module, rows: Tensor, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        with ddp.no_sync():
+            (loss(ddp, rows[::2]) / 2).backward()
+        (loss(ddp, rows[1::2]) / 2).backward()
+
+    verdict = check(case_of(Counted, reduces=True), accumulates)
+    assert verdict.cause == "buffers_differ_from_big_batch", verdict
+    assert "own rows" not in str(verdict)
+    assert "as often as the big batch" in " ".join(str(verdict).split())
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

@@ -20,13 +20,17 @@ from torch.distributed import distributed_c10d
 from ddp_equivalence.observed_scripts.query import Query, path_of_kept
 from ddp_equivalence.observed_scripts.question_line import QuestionLine
 
+MOST_KEPT = 16
+"""Of more steps, only so many keep a process: each takes memory as the script goes on."""
+
 
 def keep(query: Query, line: QuestionLine) -> Query | None:
     """Keep this process as it is before it computes a query. In each fork of it that computes
     something: what it is asked instead; None in the process that goes on.
     """
     path = path_of_kept(line.folder, query.steps)
-    if path.exists() or not _can_be_forked():
+    is_enough = len(list(line.folder.glob("kept*"))) >= MOST_KEPT
+    if is_enough or path.exists() or not _can_be_forked():
         return None
     state, goes_on = random.getstate(), os.getpid()  # Python seeds each fork anew
     listener = socket.socket(socket.AF_UNIX)
