@@ -69,6 +69,8 @@ class WouldActOutside(Exception):
 def kept_inside(other_threads: bool = True) -> Iterator[list[str]]:
     """Inside the block, whatever would act outside raises WouldActOutside.
 
+    A module that is imported there for the first time is not written to __pycache__.
+
     Yields a list of what was prevented, since the user's own code may catch the exception.
     ``other_threads``: False lets threads that run already do what they like.
     """
@@ -81,7 +83,10 @@ def kept_inside(other_threads: bool = True) -> Iterator[list[str]]:
     free = frozenset(one.ident for one in others) - {threading.get_ident()}
     _inside = _Inside(free)
     try:
-        with patch.object(torch._C, "PyTorchFileWriter", _noted_writer):
+        with (
+            patch.object(torch._C, "PyTorchFileWriter", _noted_writer),
+            patch.object(sys, "dont_write_bytecode", True),
+        ):
             yield _inside.prevented
     finally:
         _inside = None

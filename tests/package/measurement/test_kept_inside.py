@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
 import os
@@ -126,6 +127,21 @@ def test_what_stays_inside_is_allowed(act: Act, file: Path) -> None:
     with kept_inside() as prevented:
         act(file)
     assert prevented == []
+
+
+def test_a_module_may_be_imported_for_the_first_time(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would write the compiled module to a folder beside it."""
+    file.with_name("imported_inside.py").write_text("VALUE = 3")
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    with kept_inside() as prevented:
+        assert importlib.import_module("imported_inside").VALUE == 3
+    monkeypatch.delitem(sys.modules, "imported_inside")
+    assert prevented == []
+    assert not file.with_name("__pycache__").exists()
 
 
 def test_nothing_is_prevented_outside_the_block(file: Path) -> None:
