@@ -20,6 +20,7 @@ from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.diagnosis import distinct_gpus, no_devices, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.buffers_beside import BufferBeside
+from ddp_equivalence.diagnosis.drawn_findings import right_but_for_draws
 from ddp_equivalence.diagnosis.expectation import check_shards, expected_of
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.no_optimizer_step import no_optimizer_step
@@ -132,7 +133,7 @@ def _judge(request: Request) -> Verdict:
         if second.needs_fresh_ranks:
             second = observe_on_fresh_ranks(request, *watched)
         analysis.observed, analysis.why_not_watched = second.by_rank, second.why_not
-        analysis.time = _time_left(request, started)
+        analysis.time = TimeLeft.of_check(request, started)
     except RankFailed as error:
         return _failed_or_again(known(), request, error, began)
     again = request if measurement.outdated else _after_clipping(request, measurement)
@@ -163,6 +164,10 @@ def _judge(request: Request) -> Verdict:
     if verdict.outcome == "same":
         return verdict
     analysis.measurement = measurement
+    right = right_but_for_draws(request, analysis.drawn, measurement.comparison)
+    if right is not None and not (state or wrong):
+        measurement = replace(measurement, comparison=right)
+        return _same_if_shown(replace(verdict, comparison=right), measurement, request, state)
     return _different_if_comparable(verdict, analysis, request, wrong)
 
 
@@ -177,7 +182,6 @@ def _after_clipping(request: Request, measurement: Measurement) -> Request | Non
 
 
 def _judge_trainer(request: Request) -> Verdict:
-    """The same, and at each step of an optimizer where a step that trains differs."""
     return judged_by_steps(_judge(request), request, _judge)
 
 
@@ -291,10 +295,3 @@ def _different_if_comparable(
         findings=findings,
         repeated=repeated,
     )
-
-
-def _time_left(request: Request, started: float) -> TimeLeft:
-    """What explaining a difference may take: what the ranks have left of the case's deadline."""
-    if request.in_process:
-        return TimeLeft()  # the user may have stopped in a debugger, so there is no deadline
-    return TimeLeft(request.deadline - (time.monotonic() - started), request.deadline)

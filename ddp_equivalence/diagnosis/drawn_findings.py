@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.finding import Finding, finding_from_observation
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.ranking import without_rounding
 from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.measurement.request import Request
 
 MOST_LINES = 2
 
@@ -22,6 +23,21 @@ SEEN = (
     "from its rows and the numbers that it drew, each rank's own gradient was computed again, and "
     "the big batch with these numbers gives what the ranks hold"
 )
+
+
+def right_but_for_draws(
+    request: Request, drawn: DrawnView | None, comparison: Comparison
+) -> Comparison | None:
+    """The comparison with a big batch that draws the ranks' numbers, if a user's own step is right
+    with them; None if it is not, or if all ranks were given the same seed.
+    """
+    one_step = request.step_count == 1 and not request.trains
+    if drawn is None or not (request.is_the_users_own and one_step):
+        return None
+    if dropout_differs_from_reference.step_set_the_same_seed(drawn.view):
+        return None  # the rows of two ranks are to draw other numbers
+    with_numbers = drawn.compared(comparison)
+    return with_numbers if with_numbers.same else None
 
 
 def findings_of_drawn(drawn: DrawnView, comparison: Comparison) -> tuple[Finding, ...]:

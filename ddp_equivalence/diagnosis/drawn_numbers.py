@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.comparison.tolerance import relative_to
 from ddp_equivalence.diagnosis.draw_table import Draws, DrawTable, Part, joined_draws, table_of
 from ddp_equivalence.diagnosis.example_gradients import ExampleGradients
 from ddp_equivalence.diagnosis.limits_by_parameter import limits_by_name
@@ -49,6 +50,31 @@ class DrawnView:
     def nothing_else_differs(self) -> bool:
         """True if the big batch with these numbers is what every rank holds."""
         return not self.view.measured.differing
+
+    def compared(self, comparison: Comparison) -> Comparison:
+        """The same comparison with this big batch, on the elements that are kept."""
+        measured, parameters = self.view.measured, []
+        for one in comparison.parameters:
+            place = self.view.parameters.places.get(one.key[1])
+            if place is None:
+                return comparison
+            right = measured.expected[place]
+            norm = float(right.norm())
+            beside = torch.sqrt(right.square().mean()).clamp_min(torch.finfo(right.dtype).tiny)
+            errors = []
+            for of_rank, held in zip(one.by_rank, measured.by_rank[:, place], strict=True):
+                away = held - right
+                errors.append(
+                    replace(
+                        of_rank,
+                        distance=float(away.norm()),
+                        error=relative_to(float(away.norm()), norm),
+                        element=float((away.abs() / right.abs().maximum(beside)).max()),
+                        within=one.key[1] not in measured.differing,
+                    )
+                )
+            parameters.append(replace(one, norm=norm, by_rank=tuple(errors)))
+        return replace(comparison, parameters=tuple(parameters))
 
     @property
     def lines_of_rank_0(self) -> list[CodeLine]:

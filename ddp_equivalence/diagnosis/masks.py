@@ -34,12 +34,17 @@ def request_without_masks(request: Request) -> Request | None:
     return replace(request, case=without_dropout(request.case))
 
 
+def are_the_same_on_all_ranks(view: View | None) -> bool:
+    """True if the step was seen to give all ranks the same seed."""
+    return view is not None and bool(dropout_differs_from_reference.step_set_the_same_seed(view))
+
+
 def finding_of_masks(view: View | None) -> Finding:
     """The masks as the only cause, since the step is right without dropout."""
     hypothesis = dropout_differs_from_reference.HYPOTHESIS
     seen = f"{ON_A_GPU}; with dropout turned off, the same step gives the big batch's gradient, so "
     seen += "the reduction is right"
-    if view is not None and dropout_differs_from_reference.step_set_the_same_seed(view):
+    if are_the_same_on_all_ranks(view):
         hypothesis = dropout_same_on_all_ranks.HYPOTHESIS
         seen = f"the step set the same seed on all ranks before its forward pass; {seen}"
     return replace(finding_from_observation(hypothesis, seen), accepted=True)

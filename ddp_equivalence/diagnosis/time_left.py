@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ddp_equivalence.measurement.request import Request
+
 CAUSES = "known causes"
 TWO_CAUSES = "two causes at once"
 OBSERVED_CAUSES = "causes that were only observed"
@@ -50,6 +52,13 @@ class TimeLeft:
         self._part = self._detail = ""
         self._shown_at = 0.0
         self._not_tried: dict[str, str] = {}
+
+    @classmethod
+    def of_check(cls, request: Request, started: float) -> TimeLeft:
+        """What the ranks have left of the case's deadline, for explaining a difference."""
+        if request.in_process:
+            return cls()  # the user may have stopped in a debugger, so there is no deadline
+        return cls(request.deadline - (time.monotonic() - started), request.deadline)
 
     @property
     def not_tried(self) -> tuple[str, ...]:

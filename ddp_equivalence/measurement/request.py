@@ -83,6 +83,14 @@ class Request:
         return self.strategy is None and (self.compare == "update" or self.at_each_step)
 
     @property
+    def is_the_users_own(self) -> bool:
+        """True for a user's step with a model, loss or batch of the user's, and no planted fault.
+
+        The catalogue's steps and models are held to what they promise of each other.
+        """
+        return self.strategy is None and not self.case.is_catalogue and not self.plant
+
+    @property
     def step_count(self) -> int:
         return step_count(self.steps)
 

@@ -36,12 +36,15 @@ def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> V
     """Judge a step whose masks cannot be predicted without them, and name what is left.
 
     Without dropout, the masks cannot hide another cause. They are believed to be the only cause if
-    the step is then right.
+    the step is then right, which is then the verdict on a user's own step.
     """
     rejected = tuple(replace(finding, accepted=False) for finding in verdict.findings)
     without = masks.request_without_masks(request)
     again = None if without is None else judge(without)
     findings = rejected
+    is_right = again is not None and again.outcome == "same" and request.is_the_users_own
+    if again is not None and is_right and not masks.are_the_same_on_all_ranks(verdict.view):
+        return replace(again, case=verdict.case, masks_unpredictable=True)
     if again is not None and _is_right(again):
         finding = masks.finding_of_masks(verdict.view)
         findings = (finding, *(one for one in rejected if one.cause != finding.cause))

@@ -85,7 +85,8 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"
     training = [line for text in training_notes(verdict) for line in paragraph(text, "  ")]
-    more = [*training, *precision_lines(verdict), *fresh_ranks_lines(verdict)]
+    more = [*random_number_lines(verdict), *without_dropout_lines(verdict), *training]
+    more += [*precision_lines(verdict), *fresh_ranks_lines(verdict)]
     more += [*_not_tried_lines(verdict)]
     yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *more]
     yield evidence_lines(verdict)

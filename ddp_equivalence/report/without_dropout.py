@@ -19,6 +19,8 @@ def without_dropout_lines(verdict: Verdict) -> list[Line]:
     if not verdict.masks_unpredictable:
         return []
     again = verdict.without_dropout
+    if verdict.outcome == "same":
+        return labelled(LABEL, f"this is how the step was compared, since {ON_A_GPU}")
     if again is None:
         return labelled(
             LABEL,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class RankGenerators(TorchDispatchMode):
         self.counts = True
         self._sources: list[Source] = []
         self._states: States = []
+        self._made: dict[int, None] = {}  # so many rows the script made on each rank by itself
         self._on = False
         self._row_order: RowOrder = "by row"
 
@@ -133,7 +134,7 @@ class RankGenerators(TorchDispatchMode):
 
     def forget(self) -> None:
         """Draw as usual from now on."""
-        self._sources, self._states = [], []
+        self._sources, self._states, self._made = [], [], {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,11 +146,18 @@ class RankGenerators(TorchDispatchMode):
             return func(*args, **named)
         if not drops_something(func, args, named):
             return func(*args, **named)
-        drawn = self._drawn(func, args, named)
+        drawn, read = self._drawn(func, args, named), self._sources
+        for count in () if drawn is not None else self._made:
+            self._sources = [replace(source, count=count, rows=None) for source in read]
+            drawn = self._drawn(func, args, named)
+            self._sources = read
+            if drawn is not None:
+                break
         return self._drawn_by_each(func, args, named) if drawn is None else drawn
 
     def _drawn_by_each(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """What the first rank drew, where no rows are drawn: right if every rank drew the same.
+        A new tensor for the rows of one rank becomes one for those of all.
 
         The generators of all ranks move on.
         """
@@ -162,11 +170,33 @@ class RankGenerators(TorchDispatchMode):
             with self._drawing_as(number, device):
                 results.append(_copied(func(*args, **named)))
         if not all(_equal(results[0], one) for one in results):
+            if func in MADE and (rows := self._rows_that_were_made(results)) is not None:
+                return rows
             self._note_missed(func)
         if func._schema.is_mutable:
             args[0].copy_(results[0])
             return args[0]
         return results[0]
+
+    def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
+        """Those of all ranks, if the script makes as many rows on each rank as it reads there, or a
+        part of them, or a multiple, whatever its loader gives. None if these are no rows.
+        """
+        count, length = self._sources[0].count, len(made[0]) if made[0].ndim else 0
+        if any(one.count != count for one in self._sources) or len(self._sources) < 2:
+            return None
+        if length == count:
+            return torch.cat(
+                [
+                    one if of.rows is None else one[list(of.rows)]
+                    for one, of in zip(made, self._sources, strict=True)
+                ]
+            )
+        are_all = all(one.taken == count for one in self._sources)
+        if length < 2 or (length % count and count % length) or not are_all:
+            return None
+        self._made[length] = None
+        return torch.cat([*made])
 
     def _note_missed(self, func: Any) -> None:
         if self.counts:

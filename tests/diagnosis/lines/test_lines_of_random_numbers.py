@@ -95,7 +95,7 @@ def test_the_line_that_draws_is_shown(case: Case, loss: Any, line: str) -> None:
         ddp = DistributedDataParallel(model)
         loss(ddp, shard).backward()
 
-    verdict = check(case, step)
+    verdict = check(case, step, steps=2)  # the big batch cannot be given the numbers of two steps
     assert verdict.causes == ("dropout_differs_from_reference",), str(verdict)
     assert faulty_lines(verdict) == [line]
     assert "others for a shard than for the big batch" in verdict.findings[0].lines[0].note

@@ -22,7 +22,6 @@ from tests.diagnosis.names.small_case import (
     by_hand,
     case,
     make_batch,
-    report_of,
     squares,
     under_ddp,
 )
@@ -130,12 +129,20 @@ RANDOM: list[tuple[Any, Loss]] = [
 @pytest.mark.parametrize("layout", ["1x2", "1x4"])
 @pytest.mark.parametrize("reduced", [by_hand, under_ddp])
 @pytest.mark.parametrize(("model", "loss"), RANDOM)
-def test_whatever_draws_is_named_as_random_numbers(
+def test_whatever_draws_is_compared_with_the_numbers_that_the_ranks_drew(
     model: Any, loss: Loss, reduced: Any, layout: str
 ) -> None:
     verdict = check(case(layout, model=model, loss=loss), reduced(loss))
+    assert (verdict.outcome, verdict.cause) == ("same", None), verdict
+    assert verdict.numbers_are_known
+    assert verdict.error is not None
+    assert verdict.limit is not None
+    assert verdict.error <= verdict.limit
+
+
+def test_the_random_numbers_of_several_steps_are_a_difference_that_is_named() -> None:
+    verdict = check(case("1x2", model=FunctionalDropout), by_hand(squares), steps=2)
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
-    assert "draws random numbers" in report_of(verdict)
 
 
 def leaves_out_rank_1(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -205,7 +212,6 @@ NOT_ADDITIVE: list[tuple[Any, Loss, Any]] = [
     *((model, squares, make_batch) for model in (Normalised, Centred, CentredOutputs, WithBuffer)),
     *((build_model, loss, make_batch) for loss in (root_of_squares, quantile, median)),
     (build_model, root_of_squares, with_ages),
-    (FunctionalDropout, squares, with_ages),
 ]
 
 
