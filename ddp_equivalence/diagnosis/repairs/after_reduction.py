@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.names_in_scope import own_nodes
-from ddp_equivalence.diagnosis.repairs.over_ranks import is_reducer, reducers, reduces
+from ddp_equivalence.diagnosis.repairs.over_ranks import is_reducer, reduces
 from ddp_equivalence.diagnosis.repairs.parentheses import joined
 
 NOT_LINEAR = {
@@ -39,17 +39,6 @@ def addend_outside(node: ast.Call, place: Place) -> Iterator[Change]:
             elif _is_number(left):
                 reduced = f"{place.text(node.func)}({place.text(right)})"
                 yield place.replaced(node, joined(place.text(left), sign, reduced))
-        case _:
-            return
-
-
-def addend_inside(node: ast.BinOp, place: Place) -> Iterator[Change]:
-    """A number is added to the sum over ranks, and belongs to the values of each rank."""
-    match node:
-        case ast.BinOp(left=ast.Call(args=[given], keywords=[]) as call, op=operator, right=right):
-            if type(operator) in SIGNS and _is_number(right) and is_reducer(call, place):
-                inner = joined(place.text(given), SIGNS[type(operator)], place.text(right))
-                yield place.replaced(node, f"{place.text(call.func)}({inner})")
         case _:
             return
 
@@ -103,17 +92,6 @@ def _without(inner: ast.expr, kept: ast.expr, statement: ast.stmt, place: Place)
     start, end = place.source.span(statement)
     before = place.source.between(start, change.start)
     return f"{before}{change.text}{place.source.between(change.end, end)}"
-
-
-def addend_shared(node: ast.BinOp, place: Place) -> Iterator[Change]:
-    """Every rank adds the whole of a number before the sum over ranks, and not its part of it."""
-    if not isinstance(node.op, ast.Add | ast.Sub) or not _is_number(node.right):
-        return
-    around = place.source.nearest(node, ast.Call)
-    is_reduced = around is not None and is_reducer(around, place)
-    is_returned = isinstance(place.parent(node), ast.Return) and bool(reducers(place, node))
-    if (is_reduced or is_returned) and (world_size := place.world_size()):
-        yield place.replaced(node.right, joined(place.text(node.right), "/", world_size))
 
 
 def limited_after(node: ast.Assign, place: Place) -> Iterator[Change]:

@@ -30,33 +30,6 @@ def sizes_swapped(node: ast.Call, place: Place) -> Iterator[Change]:
             return
 
 
-def transposed_before(node: ast.Call, place: Place) -> Iterator[Change]:
-    """Two axes are joined into one in the wrong order."""
-    match node:
-        case ast.Call(
-            func=ast.Attribute(value=value, attr="reshape" | "flatten" | "view"), args=arguments
-        ):
-            pass
-        case _:
-            return
-    known = place.scope.description(place.text(value))
-    is_flat = known.startswith("tensor") and "x" not in known.rpartition(" ")[2]
-    is_transposed = isinstance(value, ast.Call) and place.called_name(value) == "transpose"
-    if is_flat or is_transposed or not place.may_be_tensor(value):
-        return
-    start, end = place.source.span(node)[0], place.source.span(value)[1]
-    closing = place.source.between(end, place.source.span(node)[1])
-    offset = len(closing) - len(closing.lstrip(" )"))
-    if offset == 0:
-        method = place.called_name(node)
-        other = "reshape" if method == "view" else method
-        end = place.source.span(node.func)[1]
-        given = ", ".join(place.text(one) for one in arguments)
-        changed = f"{place.text(value)}.transpose(0, 1).{other}({given})"
-        if not node.keywords:
-            yield Change(start, place.source.span(node)[1], changed)
-
-
 def mirrored(node: ast.Slice, place: Place) -> Iterator[Change]:
     """What belongs to the end of a stretch is put at its beginning, or the reverse."""
     if node.step is not None:

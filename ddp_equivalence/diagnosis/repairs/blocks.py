@@ -22,13 +22,6 @@ def swapped(node: ast.stmt, place: Place) -> Iterator[Change]:
         yield from _swap(node, block[index + 1], place)
 
 
-def swapped_with_above(node: ast.stmt, place: Place) -> Iterator[Change]:
-    """Two steps were done in the wrong order, where the first of them is not edited itself."""
-    index = place.source.index_in_block(node)
-    if index:
-        yield from _swap(place.source.block_of(node)[index - 1], node, place)
-
-
 def _swap(one: ast.stmt, other: ast.stmt, place: Place) -> Iterator[Change]:
     if _can_be_swapped(one, other):
         start, first_end = place.source.span(one)
@@ -71,14 +64,6 @@ def moved_out(node: ast.stmt, place: Place) -> Iterator[Change]:
         yield from _behind(tail, around, place)
 
 
-def moved_in_front(node: ast.stmt, place: Place) -> Iterator[Change]:
-    """Something is done in every turn of a loop, and should be done once before it."""
-    around = place.parent(node)
-    block = place.source.block_of(node)
-    if isinstance(around, ast.For | ast.While) and block[0] is node and len(block) > 1:
-        yield from _in_front(node, block[1], around, place)
-
-
 def _behind(tail: Sequence[ast.stmt], around: ast.stmt, place: Place) -> Iterator[Change]:
     start, tail_end = place.source.span(tail[0])[0], place.source.span(tail[-1])[1]
     end = place.source.span(around)[1]
@@ -86,48 +71,6 @@ def _behind(tail: Sequence[ast.stmt], around: ast.stmt, place: Place) -> Iterato
     if text is not None:
         rest = place.source.between(tail_end, end)
         yield Change(start, end, f"pass{rest}{place.new_line(around)}{text}")
-
-
-def _in_front(
-    node: ast.stmt, following: ast.stmt, around: ast.stmt, place: Place
-) -> Iterator[Change]:
-    text = _at_indentation([node], around, place)
-    if text is not None:
-        start, end = place.source.span(around)[0], place.source.span(following)[0]
-        header = place.source.between(start, place.source.span(node)[0])
-        yield Change(start, end, f"{text}{place.new_line(around)}{header}")
-
-
-def moved_in(node: ast.stmt, place: Place) -> Iterator[Change]:
-    """Something is done once after a block, and should be a part of it, as in every turn."""
-    block = place.source.block_of(node)
-    index = place.source.index_in_block(node)
-    if isinstance(node, _JUMPS + _DEFINITIONS + _COMPOUND):
-        return
-    before = block[index - 1] if index else None
-    if isinstance(before, _COMPOUND):
-        last = before.body[-1]
-        text = _at_indentation([node], last, place)
-        if text is not None and not isinstance(last, _JUMPS):
-            start, end = place.source.span(last)[1], place.source.span(node)[1]
-            rest = place.source.between(start, place.source.span(node)[0])
-            yield Change(start, end, f"{place.new_line(last)}{text}{rest}pass")
-
-
-def moved_in_below(node: ast.stmt, place: Place) -> Iterator[Change]:
-    """Something is done once before a loop, and should be done in every turn."""
-    block = place.source.block_of(node)
-    index = place.source.index_in_block(node)
-    if isinstance(node, _JUMPS + _DEFINITIONS + _COMPOUND):
-        return
-    after = block[index + 1] if index + 1 < len(block) else None
-    if isinstance(after, ast.For | ast.While):
-        first = after.body[0]
-        text = _at_indentation([node], first, place)
-        if text is not None:
-            start, end = place.source.span(node)[0], place.source.span(first)[0]
-            header = place.source.between(place.source.span(node)[1], end)
-            yield Change(start, end, f"pass{header}{text}{place.new_line(first)}")
 
 
 def _at_indentation(statements: Sequence[ast.stmt], like: ast.stmt, place: Place) -> str | None:

@@ -7,7 +7,6 @@ import builtins
 from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
-from ddp_equivalence.diagnosis.repairs.parentheses import closed
 
 # Functions, methods and members of torch that are mixed up: each may be meant for another.
 MIXED_UP = (
@@ -95,17 +94,6 @@ def _others(name: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def another_function_of_the_file(node: ast.Call, place: Place) -> Iterator[Change]:
-    """The file has several functions that take the same arguments, and another was meant."""
-    called = place.text(node.func)
-    functions = place.facts.functions_at(node)
-    if called in functions:
-        given = len(node.args) + len(node.keywords)
-        for other, takes in functions.items():
-            if other != called and takes == functions[called] and takes >= given > 0:
-                yield place.replaced(node.func, other)
-
-
 def function_for_method(node: ast.Call, place: Place) -> Iterator[Change]:
     """A statistic is that of one rank, although the file has a function for that of all ranks."""
     if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
@@ -113,14 +101,6 @@ def function_for_method(node: ast.Call, place: Place) -> Iterator[Change]:
             words = function.rsplit(".", 1)[-1].split("_")
             if takes == 1 and node.func.attr in words:
                 yield place.replaced(node, f"{function}({place.text(node.func.value)})")
-
-
-def own_function_without_arguments(node: ast.Call, place: Place) -> Iterator[Change]:
-    """A class has a method that says which ones are meant, and another list is taken."""
-    if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
-        own = [f for f, takes in place.facts.functions_at(node).items() if takes == 0]
-        for function in [one for one in own if one.startswith("self.")][:2]:
-            yield place.replaced(node, f"{function}()")
 
 
 def tensors_of_a_module(node: ast.Call, place: Place) -> Iterator[Change]:
@@ -168,26 +148,6 @@ def call_left_out(node: ast.Call, place: Place) -> Iterator[Change]:
             yield place.replaced(node, place.text(first))
         case _:
             return
-
-
-def order_of_calls(node: ast.Call, place: Place) -> Iterator[Change]:
-    """A value was limited or rounded before it was reduced, where it should be afterwards."""
-    match node:
-        case ast.Call(args=[ast.Call(func=ast.Attribute(value=inner)) as argument], keywords=[]):
-            if place.text(inner).split(".")[0] not in place.facts.modules:
-                method = _from(place, inner, argument)
-                yield place.replaced(node, f"{_called(place, node, place.text(inner))}{method}")
-        case ast.Call(func=ast.Attribute(value=ast.Call(args=[inner], keywords=[]) as reduced)) if (
-            not isinstance(inner, ast.Starred)
-        ):
-            changed = closed(place.text(inner)) + _from(place, reduced, node)
-            yield place.replaced(node, _called(place, reduced, changed))
-
-
-def _from(place: Place, inner: ast.expr, outer: ast.expr) -> str:
-    return place.source.between(place.source.span(inner)[1], place.source.span(outer)[1]).lstrip(
-        ")"
-    )
 
 
 def _called(place: Place, call: ast.Call, argument: str) -> str:
@@ -240,10 +200,3 @@ def arguments_swapped(node: ast.Call, place: Place) -> Iterator[Change]:
             second_start, end = place.source.span(other)
             middle = place.source.between(first_end, second_start)
             yield Change(start, end, f"{place.text(other)}{middle}{place.text(one)}")
-
-
-def kept_as_list(node: ast.Call, place: Place) -> Iterator[Change]:
-    """An iterator was kept, which is empty after it was read once."""
-    makes_iterator = place.called_name(node) in {"filter", "map", "zip", "iter", "parameters"}
-    if makes_iterator and isinstance(place.parent(node), ast.Assign | ast.keyword):
-        yield place.replaced(node, f"list({place.text(node)})")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.over_ranks import is_mean, is_reducer, total_of
-from ddp_equivalence.diagnosis.repairs.parentheses import closed, joined
+from ddp_equivalence.diagnosis.repairs.parentheses import joined
 
 
 def count_of_all(node: ast.BinOp, place: Place) -> Iterator[Change]:
@@ -119,61 +119,3 @@ def _is_reduced_later(node: ast.Call, place: Place) -> bool:
     calls = [one for one in ast.walk(place.scope.function) if isinstance(one, ast.Call)]
     reduced = any(place.called_name(one) == "all_reduce" for one in calls)
     return reduced and isinstance(statement, ast.Assign)
-
-
-def sum_for_size(node: ast.expr, place: Place) -> Iterator[Change]:
-    """The size of a mask is not the number of what it keeps."""
-    if not _is_divisor(node, place):
-        return
-    match node:
-        case ast.Call(func=ast.Attribute(value=mask, attr="size" | "numel") as called):
-            if place.may_be_tensor(mask):
-                yield place.renamed(called, "sum")
-        case ast.Call(func=ast.Name(id="len"), args=[mask]):
-            if place.may_be_tensor(mask):
-                yield place.replaced(node, f"{place.closed(mask)}.sum()")
-        case ast.Subscript(value=ast.Attribute(value=mask, attr="shape"), slice=axis):
-            if place.may_be_tensor(mask) and isinstance(axis, ast.Constant):
-                yield place.replaced(node, f"{place.closed(mask)}.sum({place.text(axis)})")
-        case ast.Call(func=ast.Attribute(value=mask, attr="sum") as called):
-            known = place.scope.description(place.text(mask))
-            if isinstance(mask, ast.Compare) or known.startswith("tensor bool"):
-                yield place.renamed(called, "size" if node.args or node.keywords else "numel")
-        case _:
-            return
-
-
-def _is_divisor(node: ast.expr, place: Place) -> bool:
-    """True for what something is divided by, also if it is limited or converted before."""
-    current: ast.AST = node
-    while isinstance(parent := place.parent(current), ast.Attribute | ast.Call):
-        current = parent
-    match parent:
-        case ast.BinOp(op=ast.Div(), right=right):
-            return right is current
-        case ast.AugAssign(op=ast.Div(), value=value):
-            return value is current
-        case _:
-            return False
-
-
-def reduced_for_a_decision(node: ast.Call, place: Place) -> Iterator[Change]:
-    """A value that is detached decides something, and is another one on every rank."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=value, attr="detach" | "item"), args=[]):
-            pass
-        case _:
-            return
-    parent = place.parent(node)
-    decides = isinstance(parent, ast.Compare | ast.Call | ast.Assign | ast.If)
-    all_reduce = place.facts.all_reduce
-    if not decides or all_reduce is None or place.is_called(node):
-        return
-    name = "of_all" if "of_all" not in place.scope.names else "over_ranks"
-    copy = f"({name} := {closed(place.text(value))}.detach().clone(), {all_reduce}({name}"
-    end = ".item()" if place.called_name(node) == "item" else ""
-    largest = all_reduce.rpartition("all_reduce")[0]
-    if largest:
-        yield place.replaced(node, f"{copy}, op={largest}ReduceOp.MAX))[0]{end}")
-    if world_size := place.world_size():
-        yield place.replaced(node, joined(f"{copy}))[0]{end}", "/", world_size))

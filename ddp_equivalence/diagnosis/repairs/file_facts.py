@@ -134,24 +134,6 @@ class FileFacts:
             if isinstance(target, ast.Name) and isinstance(node.value.value, int | float)
         ]
 
-    @cached_property
-    def called_methods(self) -> dict[str, list[str]]:
-        """Attributes of ``self`` of which a method with some name is called in the file."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for node in ast.walk(self._source.tree):
-            match node:
-                case ast.Call(
-                    func=ast.Attribute(
-                        attr=method,
-                        value=ast.Attribute(value=ast.Name(id="self"), attr=attribute),
-                    )
-                ):
-                    if attribute not in found[method]:
-                        found[method].append(attribute)
-                case _:
-                    pass
-        return dict(found)
-
     def functions_at(self, node: ast.AST) -> dict[str, int]:
         """The functions of the file that can be called at a node, with the arguments they need.
 

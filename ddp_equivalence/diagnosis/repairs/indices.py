@@ -6,10 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
-from ddp_equivalence.diagnosis.repairs.names_in_scope import own_nodes
 from ddp_equivalence.diagnosis.repairs.parentheses import joined
-
-MOST_INDICES = 2
 
 
 def another_slice(node: ast.Slice, place: Place) -> Iterator[Change]:
@@ -58,27 +55,6 @@ def index_off_by_one(node: ast.Subscript, place: Place) -> Iterator[Change]:
         if isinstance(node.slice, ast.BinOp) or place.scope.may_be_number(text):
             for moved in _moved(text):
                 yield place.replaced(node.slice, moved)
-
-
-def indexed_too(node: ast.expr, place: Place) -> Iterator[Change]:
-    """Several tensors are put into another order, and one of them was forgotten."""
-    parent = place.parent(node)
-    is_argument = isinstance(parent, ast.keyword) or (
-        isinstance(parent, ast.Call | ast.Return | ast.Assign | ast.Tuple) and parent is not node
-    )
-    if not is_argument or place.is_called(node) or not place.may_be_tensor(node):
-        return
-    indices = [
-        one.slice.id
-        for one in own_nodes(place.scope.function)
-        if isinstance(one, ast.Subscript)
-        and isinstance(one.slice, ast.Name)
-        and place.scope.may_be_tensor(one.slice.id)
-        and one is not node
-    ]
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    for index in [one for one in dict.fromkeys(indices) if one not in names][:MOST_INDICES]:
-        yield place.replaced(node, f"{place.closed(node)}[{index}]")
 
 
 def shifted_too(node: ast.Compare, place: Place) -> Iterator[Change]:

@@ -11,57 +11,6 @@ from ddp_equivalence.diagnosis.repairs.parentheses import joined
 MOST_FLAGS = 2
 
 
-def weighed_by_size(node: ast.BinOp, place: Place) -> Iterator[Change]:
-    """Parts of a batch count alike in its mean, though the last one has fewer examples."""
-    loop = place.source.nearest(node, ast.For)
-    match node, loop:
-        case (
-            ast.BinOp(left=value, op=ast.Div(), right=divisor),
-            ast.For(target=target),
-        ) if _is_number_of_parts(divisor, place):
-            part = next((one.id for one in _stored(target)), None)
-            wholes = [one for one in place.scope.parameters if one not in ("self", "model", "rank")]
-            for whole in wholes[-1:]:
-                for key in _keys(place, part, whole):
-                    weight = f"len({part}{key}) / len({whole}{key})"
-                    yield place.replaced(node, joined(place.text(value), "*", weight))
-        case _:
-            return
-
-
-def _is_number_of_parts(node: ast.expr, place: Place) -> bool:
-    match node:
-        case ast.Call(func=ast.Name(id="len"), args=[ast.Name()]):
-            return True
-        case ast.Name() | ast.Attribute():
-            words = place.text(node).casefold()
-            return "accumul" in words or "micro" in words or "steps" in words
-        case _:
-            return False
-
-
-def _stored(target: ast.expr) -> list[ast.Name]:
-    return [one for one in ast.walk(target) if isinstance(one, ast.Name)][-1:]
-
-
-def _keys(place: Place, part: str | None, whole: str) -> list[str]:
-    """What stands behind the name of a batch to get one of its tensors."""
-    if part is None:
-        return []
-    if place.scope.description(whole).startswith("tensor"):
-        return [""]
-    found = [
-        f"[{place.text(one.slice)}]"
-        for one in ast.walk(place.source.tree)
-        if isinstance(one, ast.Subscript)
-        and isinstance(one.slice, ast.Constant)
-        and isinstance(one.slice.value, str)
-        and isinstance(one.value, ast.Name)
-        and one.value.id in ("batch", "part", "shard", part, whole)
-    ]
-    return list(dict.fromkeys(found))[:1]
-
-
 def share_of_a_turn(node: ast.expr, place: Place) -> Iterator[Change]:
     """A term that is the same in every turn of a loop is added in each of them."""
     match place.parent(node):

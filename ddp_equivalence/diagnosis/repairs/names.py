@@ -34,13 +34,6 @@ def another_name(node: ast.Name, place: Place) -> Iterator[Change]:
         yield place.replaced(node, other)
 
 
-def another_constant_of_the_file(node: ast.Name, place: Place) -> Iterator[Change]:
-    """Another constant of the file was meant."""
-    if node.id in place.facts.constants and node.id not in place.scope.names:
-        for other in _most_like(node.id, place.facts.constants)[:MOST_ATTRIBUTES]:
-            yield place.replaced(node, other)
-
-
 def another_attribute(node: ast.Attribute, place: Place) -> Iterator[Change]:
     """Another attribute of the same object was meant, such as another process group."""
     if place.is_called(node) or _is_number_of_a_rank(node, place):
@@ -49,22 +42,6 @@ def another_attribute(node: ast.Attribute, place: Place) -> Iterator[Change]:
     for other in _most_like(node.attr, place.facts.attributes_beside(node))[:MOST_ATTRIBUTES]:
         own, described = (place.scope.description(f"{before}.{one}") for one in (node.attr, other))
         if own == described or not (own and described):
-            yield place.renamed(node, other)
-
-
-def object_of_a_method(node: ast.Attribute, place: Place) -> Iterator[Change]:
-    """A method was called of another object than was meant."""
-    match node.value:
-        case ast.Attribute(value=ast.Name(id="self")) if place.is_called(node):
-            methods = place.facts.called_methods
-            for other in _most_like(node.value.attr, list(methods.get(node.attr, []))):
-                yield place.replaced(node.value, f"self.{other}")
-
-
-def another_number_of_the_rank(node: ast.Attribute, place: Place) -> Iterator[Change]:
-    """The number of a rank on its node was taken for that in the world, or a size for another."""
-    if _is_number_of_a_rank(node, place):
-        for other in _most_like(node.attr, list(NUMBERS_OF_A_RANK)):
             yield place.renamed(node, other)
 
 
@@ -96,14 +73,6 @@ def name_for_call(node: ast.Call, place: Place) -> Iterator[Change]:
     ]
     for name in names[:MOST_GUESSED]:
         yield place.replaced(node, name)
-
-
-def name_for_constant(node: ast.Constant, place: Place) -> Iterator[Change]:
-    """A number was written where an argument was meant that says how large it is."""
-    if type(node.value) in (int, float) and isinstance(place.parent(node), ast.BinOp):
-        numbers = [name for name in place.scope.parameters if place.scope.described_as_number(name)]
-        for name in numbers[:MOST_GUESSED]:
-            yield place.replaced(node, name)
 
 
 def _most_like(name: str, others: list[str]) -> list[str]:

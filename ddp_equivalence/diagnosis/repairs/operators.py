@@ -95,12 +95,6 @@ def sign_left_out(node: ast.UnaryOp, place: Place) -> Iterator[Change]:
     yield place.replaced(node, place.text(node.operand))
 
 
-def one_branch(node: ast.IfExp, place: Place) -> Iterator[Change]:
-    """The condition differs between ranks, or does not separate what it was meant to."""
-    yield place.replaced(node, place.text(node.body))
-    yield place.replaced(node, place.text(node.orelse))
-
-
 def parentheses_moved(node: ast.BinOp, place: Place) -> Iterator[Change]:
     """A factor or a divisor reaches one term too many, or one too few."""
     if isinstance(node.op, ast.Mult | ast.Div):
@@ -123,18 +117,6 @@ def parentheses_moved(node: ast.BinOp, place: Place) -> Iterator[Change]:
             case ast.BinOp(left=first, op=ast.Mult(), right=second), _:
                 both = joined(place.text(second), sign, right)
                 yield place.replaced(node, joined(place.text(first), "*", both))
-
-
-def last_one_too(node: ast.Compare, place: Place) -> Iterator[Change]:
-    """Something is done every n-th time, and was forgotten for the last, incomplete, group."""
-    match node:
-        case ast.Compare(
-            left=ast.BinOp(left=count, op=ast.Mod()), ops=[ast.Eq()], comparators=[ast.Constant()]
-        ):
-            for length in (*place.scope.counts(), *place.scope.lengths()):
-                if length not in place.text(node):
-                    last = joined(place.text(count), "==", length)
-                    yield place.replaced(node, joined(place.text(node), "or", last))
 
 
 def _weak(operator: ast.operator) -> str:

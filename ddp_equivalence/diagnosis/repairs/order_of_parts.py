@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
-from ddp_equivalence.diagnosis.repairs.parentheses import closed, joined
 
 # As many matrices are stacked: those of queries, keys and values, or of a gate and what it opens.
 STACKED = (3, 2)
@@ -52,35 +51,6 @@ def _axis(arguments: list[ast.expr], keywords: list[ast.keyword]) -> int | None:
             return None
 
 
-def dealt_in_turn(node: ast.Subscript, place: Place) -> Iterator[Change]:
-    """Ranks take stretches of the rows where others deal them in turn, or the reverse."""
-    match node:
-        case ast.Subscript(
-            value=ast.Call(
-                func=ast.Attribute(value=whole, attr="chunk" | "tensor_split"), args=[n, *rest]
-            ) as call,
-            slice=r,
-        ) if not isinstance(r, ast.Slice):
-            axis = _axis(rest, call.keywords)
-            before = {0: "", 1: ":, ", -1: "..., "}.get(axis) if axis is not None else None
-            if before is not None:
-                rows = f"{before}{place.text(r)}::{place.text(n)}"
-                yield place.replaced(node, f"{place.closed(whole)}[{rows}]")
-        case ast.Subscript(
-            value=whole, slice=ast.Slice(lower=ast.expr() as r, upper=None, step=ast.expr() as n)
-        ):
-            whole_text, first, parts = place.text(whole), place.text(r), place.text(n)
-            if place.may_be_tensor(whole):
-                yield place.replaced(node, f"{closed(whole_text)}.chunk({parts})[{first}]")
-        case ast.Subscript(slice=ast.Slice(lower=ast.expr() as r, upper=ast.expr() as n) as rows):
-            world_size = place.world_size()
-            rank = _rank_in(r, n, place)
-            if rank and world_size and rows.step is None:
-                yield place.replaced(rows, f"{rank}::{world_size}")
-        case _:
-            return
-
-
 def part_of_each(node: ast.Subscript, place: Place) -> Iterator[Change]:
     """A weight holds several matrices, and a rank needs its part of each of them."""
     match node:
@@ -91,44 +61,6 @@ def part_of_each(node: ast.Subscript, place: Place) -> Iterator[Change]:
                 sizes = f"(0, ({matrices}, {place.text(n)}, -1))"
                 split = f"{place.closed(whole)}.unflatten{sizes}"
                 yield place.replaced(node, f"{split}[:, {place.text(r)}].flatten(0, 1)")
-        case _:
-            return
-
-
-def _rank_in(lower: ast.expr, upper: ast.expr, place: Place) -> str | None:
-    """The number of the rank, if the rows between two bounds are those of one rank."""
-    match lower, upper:
-        case (
-            ast.BinOp(left=rank, op=ast.Mult()),
-            ast.BinOp(left=ast.BinOp(left=other, op=ast.Add()), op=ast.Mult()),
-        ) if place.text(rank) == place.text(other):
-            return place.text(rank)
-        case ast.Name(id=first), ast.BinOp(left=ast.Name(id=again), op=ast.Add()):
-            return place.rank() if first == again else None
-        case _:
-            return None
-
-
-def numbers_dealt_in_turn(node: ast.Call, place: Place) -> Iterator[Change]:
-    """The numbers of a rank's rows are those of a stretch, and rows are dealt in turn."""
-    if place.called_name(node) not in ("range", "arange", "islice"):
-        return
-    called = place.text(node.func)
-    match node.args:
-        case [lower, ast.BinOp(op=ast.Mult(), right=size) as upper]:
-            rank, n = _rank_in(lower, upper, place), place.world_size()
-            if rank and n:
-                last = joined(n, "*", place.text(size))
-                yield place.replaced(node, f"{called}({rank}, {last}, {n})")
-        case [r, ast.BinOp(left=n, op=ast.Mult(), right=size), m] if place.text(n) == place.text(m):
-            start = joined(place.text(r), "*", place.text(size))
-            stop = joined(joined(place.text(r), "+", "1"), "*", place.text(size))
-            yield place.replaced(node, f"{called}({start}, {stop})")
-        case [ast.Name() as whole, r, ast.Constant(value=None), n]:
-            rows = joined(f"len({place.text(whole)})", "//", place.text(n))
-            first = joined(place.text(r), "*", rows)
-            stop = joined(joined(place.text(r), "+", "1"), "*", rows)
-            yield place.replaced(node, f"{place.text(whole)}[{first} : {stop}]")
         case _:
             return
 

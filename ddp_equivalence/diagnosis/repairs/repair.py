@@ -15,11 +15,7 @@ LONGEST = 60
 WHOLE_STATEMENTS = {
     EditKind.STATEMENT_LEFT_OUT: "without this statement",
     EditKind.STATEMENTS_SWAPPED: "with this statement behind the next one",
-    EditKind.SWAPPED_WITH_ABOVE: "with this statement in front of the one above it",
     EditKind.MOVED_OUT: "with this, and all below it in its block, behind the block",
-    EditKind.MOVED_IN_FRONT: "with this statement in front of the loop that it stands in",
-    EditKind.MOVED_IN: "with this statement at the end of the block above it",
-    EditKind.MOVED_IN_BELOW: "with this statement at the beginning of the loop below it",
     EditKind.CONTEXT_LEFT_OUT: "without this `with`",
 }
 """Edits that are easier said than shown."""
@@ -31,15 +27,11 @@ BROAD = frozenset(
         EditKind.CONDITION,
         EditKind.CONSTANT,
         EditKind.CONTEXT_LEFT_OUT,
-        EditKind.MOVED_IN,
-        EditKind.MOVED_IN_BELOW,
-        EditKind.MOVED_IN_FRONT,
         EditKind.MOVED_OUT,
         EditKind.OVER_WORLD_SIZE,
         EditKind.REDUCED,
         EditKind.STATEMENT_LEFT_OUT,
         EditKind.STATEMENTS_SWAPPED,
-        EditKind.SWAPPED_WITH_ABOVE,
         EditKind.TENSORS_OF_MODULE,
         EditKind.TIMES_WORLD_SIZE,
     }

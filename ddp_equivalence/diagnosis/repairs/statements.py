@@ -28,13 +28,6 @@ def added_up(node: ast.Assign, place: Place) -> Iterator[Change]:
             yield place.rewritten(node, f"{target} += {place.text(node.value)}")
 
 
-def assigned(node: ast.AugAssign, place: Place) -> Iterator[Change]:
-    """What was there before should be replaced, or the opposite is done of what is meant."""
-    for sign in OTHER_ASSIGNMENTS.get(type(node.op), ()):
-        target, value = place.text(node.target), place.text(node.value)
-        yield place.rewritten(node, f"{target} {sign} {value}")
-
-
 def equal_indices_added(node: ast.AugAssign, place: Place) -> Iterator[Change]:
     """An index that occurs twice is added only once by ``+=``."""
     match node:
@@ -43,23 +36,6 @@ def equal_indices_added(node: ast.AugAssign, place: Place) -> Iterator[Change]:
         ) if place.scope.may_be_tensor(index):
             added = f"{place.text(table)}.index_add_(0, {index}, {place.text(value)})"
             yield place.rewritten(node, added)
-
-
-def result_used(node: ast.Expr, place: Place) -> Iterator[Change]:
-    """A function returns what it has computed, and changes nothing of what it is given."""
-    if not isinstance(node.value, ast.Call):
-        return
-    call = place.text(node.value)
-    for argument in node.value.args[:1]:
-        if isinstance(argument, ast.Name | ast.Attribute | ast.Subscript):
-            yield place.rewritten(node, f"{place.text(argument)} = {call}")
-    match node.value.func:
-        case ast.Attribute(value=ast.Name(id=name)) if name in place.scope.names:
-            if name not in ("self", "ctx"):
-                yield place.rewritten(node, f"{name} = {call}")
-        case ast.Attribute(value=ast.Attribute() as owner):
-            if place.text(owner).split(".")[0] not in place.facts.modules:
-                yield place.rewritten(node, f"{place.text(owner)} = {call}")
 
 
 def returned(node: ast.stmt, place: Place) -> Iterator[Change]:
@@ -132,50 +108,6 @@ def _assigned_tensor(node: ast.stmt, place: Place) -> str | None:
     return text if may_be and computes_tensor(value, place) else None
 
 
-def written_back(node: ast.stmt, place: Place) -> Iterator[Change]:
-    """A copy was reduced, and what it was copied from still holds the old values."""
-    match node:
-        case ast.AugAssign(target=ast.Name(id=name)):
-            pass
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))) if (
-            name in place.scope.names
-        ):
-            pass
-        case ast.Expr(value=ast.Call(args=[ast.Name(id=name), *_])):
-            pass
-        case _:
-            return
-    for one in own_nodes(place.scope.function):
-        match one:
-            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-                    value = value.func.value
-                if isinstance(value, ast.Subscript):
-                    yield place.followed_by(node, f"{place.text(value)} = {name}")
-                elif isinstance(value, ast.Attribute):
-                    yield place.followed_by(node, f"{place.text(value)}.copy_({name})")
-
-
-def copied_into_a_copy(node: ast.Expr, place: Place) -> Iterator[Change]:
-    """What reshape() or contiguous() returns may be a copy, and a change of it is lost."""
-    match node.value:
-        case ast.Call(
-            func=ast.Attribute(
-                attr="copy_",
-                value=ast.Call(
-                    func=ast.Attribute(
-                        value=whole, attr="reshape" | "flatten" | "contiguous" | "ravel"
-                    )
-                ),
-            ),
-            args=[value],
-        ):
-            text, shape = place.text(whole), f"{place.text(whole)}.shape"
-            yield place.rewritten(node, f"{text}.copy_({place.closed(value)}.view({shape}))")
-        case _:
-            return
-
-
 def reduced_with_gradient(node: ast.Expr, place: Place) -> Iterator[Change]:
     """A collective of torch.distributed passes no gradient on to what the other ranks gave."""
     match node.value:
@@ -206,3 +138,27 @@ def left_out(node: ast.stmt, place: Place) -> Iterator[Change]:
         case ast.Assign(targets=[ast.Tuple()]):
             return
     yield place.rewritten(node, "pass")
+
+
+def assigned(node: ast.AugAssign, place: Place) -> Iterator[Change]:
+    """What was there before should be replaced, or the opposite is done of what is meant."""
+    for sign in OTHER_ASSIGNMENTS.get(type(node.op), ()):
+        target, value = place.text(node.target), place.text(node.value)
+        yield place.rewritten(node, f"{target} {sign} {value}")
+
+
+def result_used(node: ast.Expr, place: Place) -> Iterator[Change]:
+    """A function returns what it has computed, and changes nothing of what it is given."""
+    if not isinstance(node.value, ast.Call):
+        return
+    call = place.text(node.value)
+    for argument in node.value.args[:1]:
+        if isinstance(argument, ast.Name | ast.Attribute | ast.Subscript):
+            yield place.rewritten(node, f"{place.text(argument)} = {call}")
+    match node.value.func:
+        case ast.Attribute(value=ast.Name(id=name)) if name in place.scope.names:
+            if name not in ("self", "ctx"):
+                yield place.rewritten(node, f"{name} = {call}")
+        case ast.Attribute(value=ast.Attribute() as owner):
+            if place.text(owner).split(".")[0] not in place.facts.modules:
+                yield place.rewritten(node, f"{place.text(owner)} = {call}")

@@ -30,40 +30,14 @@ IN_A_FUNCTION = (
     (Kind.ORDER_OF_PARTS, "k = torch.cat(part)", "k = torch.stack(part, 1).flatten(0, 1)"),
     (Kind.ORDER_OF_PARTS, "k = torch.cat(x, dim=1)", "k = torch.stack(x, 2).flatten(1, 2)"),
     (Kind.ORDER_OF_PARTS, "k = torch.stack(x, 1).flatten(0, 1)", "k = torch.cat(x)"),
-    (Kind.ORDER_OF_PARTS, "k = x.chunk(y)[order]", "k = x[order::y]"),
-    (Kind.ORDER_OF_PARTS, "k = x.chunk(y, dim=1)[order]", "k = x[:, order::y]"),
     (
         Kind.ORDER_OF_PARTS,
         "k = x.chunk(y)[order]",
         "k = x.unflatten(0, (3, y, -1))[:, order].flatten(0, 1)",
     ),
-    (Kind.ORDER_OF_PARTS, "k = x[order::y]", "k = x.chunk(y)[order]"),
-    (
-        Kind.ORDER_OF_PARTS,
-        "k = x[order * y : (order + 1) * y]",
-        "k = x[order::dist.get_world_size()]",
-    ),
-    (
-        Kind.ORDER_OF_PARTS,
-        "k = x[order : order + y]",
-        "k = x[dist.get_rank()::dist.get_world_size()]",
-    ),
-    (
-        Kind.ORDER_OF_PARTS,
-        "k = range(order * y, (order + 1) * y)",
-        "k = range(order, dist.get_world_size() * y, dist.get_world_size())",
-    ),
-    (Kind.ORDER_OF_PARTS, "k = range(x, y * 4, y)", "k = range(x * 4, (x + 1) * 4)"),
-    (
-        Kind.ORDER_OF_PARTS,
-        "k = islice(x, order, None, y)",
-        "k = x[order * (len(x) // y) : (order + 1) * (len(x) // y)]",
-    ),
     (Kind.ORDER_OF_PARTS, "k, j = x.chunk(2)", "k, j = x[0::2], x[1::2]"),
     (Kind.AXES, "k = x.view(y, 4, -1)", "k = x.view(4, y, -1).transpose(0, 1)"),
     (Kind.AXES, "k = x.view(y, 4, -1)", "k = x.view(y, -1, 4).transpose(1, 2)"),
-    (Kind.AXES, "k = x.flatten()", "k = x.transpose(0, 1).flatten()"),
-    (Kind.AXES, "k = x.view(-1, 4)", "k = x.transpose(0, 1).reshape(-1, 4)"),
     (Kind.MIRRORED, "k = x[:y]", "k = x[-y:]"),
     (Kind.MIRRORED, "x[..., :y] += part", "x[..., -y:] += part"),
     (Kind.MIRRORED, "k = x[:2]", "k = x[-2:]"),
@@ -98,10 +72,6 @@ IN_A_FUNCTION = (
         "k = x.sum(0) * dist.get_world_size() / "
         "(count := torch.tensor(len(x)), dist.all_reduce(count))[0]\ndist.all_reduce(k)",
     ),
-    (Kind.SUM_FOR_SIZE, "k = x / y.size(dim=1)", "k = x / y.sum(dim=1)"),
-    (Kind.SUM_FOR_SIZE, "k = x / len(y)", "k = x / y.sum()"),
-    (Kind.SUM_FOR_SIZE, "k = x / y.shape[1]", "k = x / y.sum(1)"),
-    (Kind.SUM_FOR_SIZE, "k = x / (y != 0).sum()", "k = x / (y != 0).numel()"),
     (
         Kind.AFTER_REDUCTION,
         "k = x.sum().clamp(min=1)\nif y:\n    dist.all_reduce(k)\ng(k)",
@@ -118,18 +88,6 @@ IN_A_FUNCTION = (
         "mean = g(x)\nk = x.square().mean(dim=0) - mean.square()",
     ),
     (
-        Kind.DECIDED_BY_ALL,
-        "if x.item() > 1: g()",
-        "if (of_all := x.detach().clone(), "
-        "dist.all_reduce(of_all, op=dist.ReduceOp.MAX))[0].item() > 1: g()",
-    ),
-    (Kind.ONE_PASS, "x.backward()\ny.backward()", "(x + y).backward()"),
-    (
-        Kind.ONE_PASS,
-        "x.backward(retain_graph=True)\ng()\ny.backward()",
-        "pass\ng()\n(x + y).backward()",
-    ),
-    (
         Kind.DIVISOR,
         "x /= rank.local_world_size",
         "x /= (rank.world_size / rank.nodes)",
@@ -138,12 +96,6 @@ IN_A_FUNCTION = (
         Kind.REDUCED,
         "k = x.sum()\ng(group=y.group)",
         "k = x.sum(); dist.all_reduce(k, group=y.group)\ng(group=y.group)",
-    ),
-    (Kind.ONE_PASS, "for p in part:\n    p.backward()", "sum(part).backward()"),
-    (
-        Kind.ONE_PASS,
-        "for p in part:\n    p.backward(retain_graph=True)\n    g(x)",
-        "sum(part).backward()\nfor p in part:\n    pass\n    g(x)",
     ),
     (
         Kind.ONLY_THESE,
@@ -157,30 +109,10 @@ IN_A_FUNCTION = (
         "for p in x:\n    p._backward_hooks = None; p.register_hook(y)",
     ),
     (
-        Kind.GRADIENTS_RESET,
-        "k = g(model)\nk.backward()",
-        "k = g(model)\nmodel.zero_grad(); k.backward()",
-    ),
-    (
         Kind.BEFORE_SKIPPED,
         "for p in x:\n    if y:\n        continue\n    n = p.numel()\n    order += n",
         "for p in x:\n    if y:\n        n = p.numel(); order += n; continue\n"
         "    n = p.numel()\n    order += n",
-    ),
-    (
-        Kind.ALL_GROUPS,
-        'k = x.param_groups[0]["params"]',
-        'k = [one for group in x.param_groups for one in group["params"]]',
-    ),
-    (
-        Kind.EACH_ONCE,
-        "for p in x.tensors():\n    dist.all_reduce(p.grad)",
-        "for p in dict.fromkeys(x.tensors()):\n    dist.all_reduce(p.grad)",
-    ),
-    (
-        Kind.WEIGHED_BY_SIZE,
-        'for p in part:\n    k = x / len(part)\n    g(p["a"])',
-        'for p in part:\n    k = x * (len(p["a"]) / len(order["a"]))\n    g(p["a"])',
     ),
     (
         Kind.SHARE_OF_A_TURN,
@@ -239,18 +171,11 @@ IN_A_FILE = (
         "return total(x.sum()) / total(torch.tensor(x.numel()))",
     ),
     (Kind.AFTER_REDUCTION, SUMS, "k = total(x.h() + 1)", "k = total(x.h()) + 1"),
-    (Kind.AFTER_REDUCTION, SUMS, "k = total(x.h()) / 2", "k = total(x.h() / 2)"),
     (
         Kind.AFTER_REDUCTION,
         SUMS,
         "k = total(torch.tensor(x.numel() - 1))",
         "k = total(torch.tensor(x.numel())); k = k - 1",
-    ),
-    (
-        Kind.SHARED_BY_RANKS,
-        SUMS,
-        "return x.h() + 1",
-        "return x.h() + 1 / dist.get_world_size()",
     ),
     (
         Kind.ONLY_IF,

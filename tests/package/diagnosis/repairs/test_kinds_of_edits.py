@@ -11,20 +11,8 @@ from tests.package.diagnosis.repairs.edited import HEAD, body, sources
 
 OF_A_FUNCTION = (
     *rows_of_distributed_code.IN_A_FUNCTION,
-    (Kind.RANK_ATTRIBUTE, "k = rank.local_rank", "k = rank.rank"),
     (Kind.ROUNDED_UP, "k = x // y", "k = -(-x // y)"),
     (Kind.ROUNDED_UP, "k = (x + 1) // y", "k = -(-(x + 1) // y)"),
-    (Kind.WRITTEN_BACK, "k = x.grad[y]\ng(k)", "k = x.grad[y]\ng(k); x.grad[y] = k"),
-    (
-        Kind.WRITTEN_BACK,
-        "k = x.grad.contiguous()\nk.div_(2)",
-        "k = x.grad.contiguous()\nk.div_(2); x.grad.copy_(k)",
-    ),
-    (
-        Kind.WRITTEN_BACK,
-        "x.grad.reshape(-1).copy_(y)",
-        "x.grad.copy_(y.view(x.grad.shape))",
-    ),
     (
         Kind.WITH_GRADIENT,
         "dist.all_reduce(x)",
@@ -36,11 +24,6 @@ OF_A_FUNCTION = (
         "dist.all_gather(part, x, group=y)",
         "import torch.distributed.nn.functional as differentiable; "
         "part = differentiable.all_gather(x, group=y)",
-    ),
-    (
-        Kind.LAST_ONE_TOO,
-        "for i, p in enumerate(part):\n    last = (i + 1) % 4 == 0",
-        "for i, p in enumerate(part):\n    last = (i + 1) % 4 == 0 or i + 1 == len(part)",
     ),
     (Kind.JUMP, "for i in x:\n    return", "for i in x:\n    continue"),
     (Kind.JUMP, "for i in x:\n    break", "for i in x:\n    continue"),
@@ -80,11 +63,6 @@ OF_A_FUNCTION = (
     (Kind.OPERATOR, "k = x * (y + 1)", "k = x / (y + 1)"),
     (Kind.STATEMENTS_SWAPPED, "x.clip()\ny.average()", "y.average()\nx.clip()"),
     (
-        Kind.SWAPPED_WITH_ABOVE,
-        "print(x); y.average()",
-        "y.average(); print(x)",
-    ),
-    (
         Kind.STATEMENTS_SWAPPED,
         "if x:\n    y.g()\nx.g()",
         "x.g()\nif x:\n    y.g()",
@@ -93,11 +71,6 @@ OF_A_FUNCTION = (
         Kind.MOVED_OUT,
         "for p in x:\n    p.g()\n    y.g()\n    y.h()",
         "for p in x:\n    p.g()\n    pass\ny.g()\ny.h()",
-    ),
-    (
-        Kind.MOVED_IN_FRONT,
-        "for p in x:\n    y.g()\n    p.g()",
-        "y.g()\nfor p in x:\n    p.g()",
     ),
     (Kind.KEYWORD_LEFT_OUT, "g(x, group=y)", "g(x)"),
     (Kind.KEYWORD_LEFT_OUT, "g(group=y, op=x)", "g(op=x)"),
@@ -140,7 +113,6 @@ OF_A_FUNCTION = (
     (Kind.NAME, "k = part * 2", "k = x * 2"),
     (Kind.CLONED, "model.kept = x.grad", "model.kept = x.grad.clone()"),
     (Kind.INDEX, "k = x[y]", "k = x[y + 1]"),
-    (Kind.INDEXED_TOO, "k = x[order]\ng(k, b=y)", "k = x[order]\ng(k, b=y[order])"),
     (Kind.ATTRIBUTE_LEFT_OUT, "k = x[y.shape]", "k = x[y]"),
     (Kind.SIGN, "k = not x", "k = x"),
     (Kind.RANGE, "for i in range(y):\n    x.g(i)", "for i in range(y + 1):\n    x.g(i)"),
@@ -148,24 +120,10 @@ OF_A_FUNCTION = (
     (Kind.CONDITION, "k = x and y", "k = x or y"),
     (Kind.CONDITION, "if x is None:\n    y.g()", "if not (x is None):\n    y.g()"),
     (Kind.CONDITION, "while x:\n    y.g()", "while True:\n    y.g()"),
-    (Kind.BRANCH, "k = x if y else part", "k = part"),
-    (Kind.ORDER_OF_CALLS, "k = g(x.clamp(min=1))", "k = g(x).clamp(min=1)"),
-    (Kind.ORDER_OF_CALLS, "k = g(x + y).log()", "k = g((x + y).log())"),
     (Kind.DETACHED, "k = x * y", "k = (x * y).detach()"),
-    (
-        Kind.MOVED_IN,
-        "for p in x:\n    p.g()\ny.g()\ny.h()",
-        "for p in x:\n    p.g()\n    y.g()\npass\ny.h()",
-    ),
-    (
-        Kind.MOVED_IN_BELOW,
-        "y.g()\nfor p in x:\n    p.g()",
-        "pass\nfor p in x:\n    y.g()\n    p.g()",
-    ),
     (Kind.ARGUMENT_LEFT_OUT, "g(x, y)", "g(x)"),
     (Kind.ARGUMENTS_SWAPPED, "g(x, y, 1)", "g(y, x, 1)"),
     (Kind.OPERANDS_SWAPPED, "k = (x + 1) / y", "k = y / (x + 1)"),
-    (Kind.KEPT_AS_LIST, "model.p = filter(None, x)", "model.p = list(filter(None, x))"),
 )
 
 TRAINER = """\
@@ -200,9 +158,7 @@ OF_A_CLASS = (
     (Kind.OWN_ATTRIBUTE, TRAINER, "g(self.near)", "g(self.far)"),
     (Kind.OWN_ATTRIBUTE, TRAINER, "self.model.train()", "self.ema.train()"),
     (Kind.LISTS_JOINED, TRAINER, "for p in self.near: g(p)", "for p in self.near + self.far: g(p)"),
-    (Kind.METHOD, TRAINER, "k = self.averaged(x)", "k = self.total(x)"),
     (Kind.METHOD, TRAINER, "k = x.total()", "k = self.total(x)"),
-    (Kind.METHOD, TRAINER, "k = x.parameters()", "k = self.own()"),
     (Kind.FUNCTION_APPLIED, TRAINER, "return x + 1", "return self.averaged(x + 1)"),
     (Kind.TIMES_ARGUMENT, FUNCTION, "return ctx.kept.T", "return grad * ctx.kept.T"),
     (
@@ -226,11 +182,6 @@ def test_an_edit_is_made_in_a_class(kind: Kind, around: str, before: str, after:
     assert edited.get(HEAD + around.format(after)) == kind, _like(edited, kind)
 
 
-def test_a_constant_of_the_file_is_exchanged_for_another() -> None:
-    source = "SMALL = 2\nLARGE = 8\ndef f(x):\n    return x.chunk(LARGE)\n"
-    assert sources(source)[source.replace("chunk(LARGE)", "chunk(SMALL)")] == Kind.NAME
-
-
 def test_a_tensor_is_masked_by_a_mask_of_its_shape() -> None:
     values = {4: {"x": "tensor float64 3", "y": "tensor bool 3", "part": "tensor bool 4"}}
     edited = sources(body("k = x"), values=values)
@@ -242,11 +193,6 @@ def test_an_option_that_was_given_is_not_given_again() -> None:
     options = rows_of_distributed_code.OPTIONS
     edited = sources(HEAD + options.format("k = judge(x, strict=False, mask=None)"))
     assert Kind.OPTION_GIVEN not in edited.values()
-
-
-def test_a_number_is_exchanged_for_a_number_that_is_an_argument() -> None:
-    edited = sources(body("return 1 / y", "y: int, split: float"))
-    assert edited[body("return split / y", "y: int, split: float")] == Kind.CONSTANT
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.changes.__name__)
