@@ -133,6 +133,19 @@ class Oracle:
         second.delete()
         return all(isclose(*pair, rel_tol=REPEATED) for pair in zip(*losses, strict=True))
 
+    def state_told(
+        self,
+        before: tuple[int, ...],
+        rows: Sequence[Row],
+        now: tuple[int, ...],
+        read: Sequence[Row],
+    ) -> Answer:
+        """The answer that tells what one process makes of its buffers, which computes these rows in
+        the steps before, and then those that are read now. Raises CannotReplay.
+        """
+        self._computed(before, rows, 0, state=State(then=now[0])).delete()
+        return self._computed(now, read, 0, state=State(told=True))
+
     def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> str:
         """The file with the operations that the script runs for these rows, from the first call
         of the module on. Raises CannotReplay.
@@ -170,7 +183,7 @@ class Oracle:
                 logged=logged,
                 is_epoch=is_epoch,
                 state=state,
-                keep=self.keeps,
+                keep=self.keeps and not state.in_order,
             )
             answer = self._script.answer_of_kept(query) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
@@ -179,7 +192,6 @@ class Oracle:
             wanted = self._wanted(group, used, len(left_out))
             if found == wanted:
                 self._require_rows(group, rows, answer)
-                self.missed |= answer.missed
                 self.arrangements.add(arrangement_of(self._record, self.arrangement, group))
                 return answer
             if is_epoch or not self._other_arrangement(found, group):
@@ -197,6 +209,7 @@ class Oracle:
         """Raises CannotReplay if all rows were asked for, and the model was called with others."""
         if sorted(map(repr, rows)) != sorted(map(repr, self._record.rows(group))):
             return
+        self.missed |= answer.missed  # a part of the rows may lack what is drawn for all of them
         self.alike |= dict.fromkeys(answer.alike)
         joined = arrangement_of(self._record, self.arrangement, group) == JOINED_AND_REPEATED
         times = self._record.world_size if joined else 1

@@ -48,10 +48,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class State:
-    """Buffers with these names come from this file, and not from the record."""
+    """Buffers with these names come from this file, and not from the record.
+
+    ``then``: the step that is asked for next; the weights are set to those that the ranks had
+    there. ``told``: the answer tells what the buffers held before those of the record replaced
+    them, which is what one process has made of them since the query before.
+    """
 
     file: str = ""
     names: tuple[str, ...] = ()
+    then: int | None = None
+    told: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        """The query matters to the one after it, or that one before it to this."""
+        return self.told or self.then is not None
 
     def of(self, name: str) -> Tensor | None:
         """The value of a buffer; None for that of the record."""
@@ -164,7 +176,7 @@ class AnswerOfStep:
         return cls(number, str(file), losses, missing, seen.unnamed, *about_calls)
 
     def state_left(self) -> dict[str, Tensor]:
-        """The buffers at the end of the step that have changed on the ranks."""
+        """What the buffers held before those of the record replaced them, if that was asked."""
         from safetensors import safe_open
 
         with safe_open(self.file, framework="pt") as opened:

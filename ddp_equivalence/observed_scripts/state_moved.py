@@ -26,7 +26,7 @@ def with_state_of_one_process(
     step: ObservedStep, verdict: Verdict, compared: Callable[[ObservedStep], Verdict]
 ) -> Verdict:
     """The verdict on a step that is the same; or "different", if it is not the same from the
-    buffers that one process leaves after the step before. ``compared``: gives a verdict on a step.
+    buffers that one process has after the step before. ``compared``: gives a verdict on a step.
     """
     try:
         moved, state = _moved_otherwise(step)
@@ -47,25 +47,32 @@ def with_state_of_one_process(
 
 
 def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
-    """The buffers that step before has left otherwise on rank 0 than in one process, and which
-    nothing has changed since; and where those of the one process are. Raises CannotReplay.
+    """The buffers that rank 0 had otherwise at the beginning of the step than one process, which
+    computes the step before with all rows; and where those of the one process are. None are known
+    if it leaves others when it is asked twice: a counter may decide. Raises CannotReplay.
     """
-    before = step.before
-    if before is None or step.number != step.group[0]:
+    before, oracle = step.before, step.oracle
+    if before is None or oracle is None or step.number != step.group[0]:
         return [], State()
-    left = before.record.reader(0, before.number).below("left/")
-    now = step.record.reader(0, step.number)
-    left = {
-        name: one
-        for name, one in left.items()
-        if not name.endswith(OF_BATCH_NORM) and _equal(now.tensor(f"weights/{name}"), one)
+    now, earlier = (one.record.reader(0, one.number) for one in (step, before))
+    weights = {*now.gradient_names("held/"), *now.step.without_gradient}
+    changed = {
+        name: value
+        for name, value in now.below("weights/").items()
+        if name not in weights and not name.endswith(OF_BATCH_NORM)
+        if not _equal(earlier.tensor(f"weights/{name}"), value)
     }
-    if not left:
+    if not changed:
         return [], State()
-    answer = before.answer(before.everything)
-    right = answer.state_left()
-    errors = {name: error_of(one, right[name]) for name, one in left.items() if name in right}
-    moved = [BufferBeside(name, error, (0,)) for name, error in errors.items() if error]
+    asked = before.group, before.rows, step.group, step.rows
+    answer, again = (oracle.state_told(*asked).steps[0] for _ in range(2))
+    right, repeated = answer.state_left(), again.state_left()
+    moved = [
+        BufferBeside(name, error, (0,))
+        for name, value in changed.items()
+        if name in right and _equal(repeated.get(name), right[name])
+        if (error := error_of(value, right[name]))
+    ]
     return moved, State(answer.file, tuple(one.name for one in moved))
 
 

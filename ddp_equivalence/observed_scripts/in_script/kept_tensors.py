@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.in_script.fetched import digest
+from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.rows_as_json import rows_without_tensors
 
@@ -44,19 +43,17 @@ def add_rows(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, row
     lists[f"{prefix}/"] = rows_without_tensors(rows)
 
 
-def copies_of(names: Collection[str], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of the tensors with these names."""
-    return {name: whole(tensor) for name, tensor in tensors if name in names}
-
-
-def changed_since(
-    digests: Mapping[str, str], prefix: str, tensors: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Copies of the tensors that do not have these digests any more, with a prefix to their
-    names.
-    """
-    copies = copies_of(digests, tensors).items()
-    return {prefix + name: copy for name, copy in copies if digest(copy) != digests[name]}
+def put(value: Tensor | None, into: Tensor, nudge: int = 0) -> None:
+    """Give a tensor of a module this value, if that has its shape. ``nudge``: as in ``Query``."""
+    if value is None:
+        return
+    if hasattr(into, "to_local"):  # sharded, here over one process
+        into = into.to_local()
+    if into.shape == value.shape:
+        with torch.no_grad():
+            into.data.copy_(value)
+            if nudge:
+                nudge_each([into.data], nudge)
 
 
 def kept(tensor: Tensor) -> Tensor:

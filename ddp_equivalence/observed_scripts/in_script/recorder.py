@@ -18,7 +18,7 @@ from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLine
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, changed_since, whole
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
@@ -245,7 +245,6 @@ class Recorder(Watch):
         tensors, lists = dict[str, Tensor](), dict[str, Any]()
         if seen.states:  # this is rank 0, from which a wrapper sends buffers to the others
             tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
-            tensors |= changed_since(seen.weights, "left/", self.names.buffers(self.now.entered))
         missing = [name for name, gradient in seen.held.items() if gradient is None]
         for kind, gradients in (
             ("held", seen.held),

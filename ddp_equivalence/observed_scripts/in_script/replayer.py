@@ -13,16 +13,14 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from ddp_equivalence.comparison.low_precision import NudgedInside
-from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
 from ddp_equivalence.observed_scripts.in_script.kept_steps import keep
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import copies_of
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import put, whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -96,8 +94,8 @@ class Replayer(Watch):
         name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
-        changed = self._reader(query.weights_of, number).shapes("left/")
-        self.now.left = copies_of(changed, self.names.buffers(self.now.entered))
+        if query.state.then is not None:
+            self._step_as_the_ranks(self._reader(query.weights_of, query.state.then), parameters)
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):
@@ -132,19 +130,18 @@ class Replayer(Watch):
             self._nudged_inside = NudgedInside(query.nudge)
             self._nudged_inside.__enter__()  # type: ignore[no-untyped-call]
         record = self._reader(query.weights_of, number)
-        module_parameters = dict(named_tensors(module))
-        for inner, tensor in module_parameters.items():
+        if query.state.told:
+            self.now.left |= {name: whole(one) for name, one in self.names.buffers([name])}
+        for inner, tensor in named_tensors(module):
             value = query.state.of(f"{name}:{inner}")
             value = record.tensor(f"weights/{name}:{inner}") if value is None else value
-            if value is None:
-                continue
-            if hasattr(tensor, "to_local"):  # sharded, here over one process
-                tensor = tensor.to_local()
-            if tensor.shape == value.shape:
-                with torch.no_grad():
-                    tensor.data.copy_(value)
-                    if query.nudge and isinstance(module_parameters.get(inner), nn.Parameter):
-                        nudge_each([tensor.data], query.nudge)
+            put(value, tensor, query.nudge if isinstance(tensor, nn.Parameter) else 0)
+
+    def _step_as_the_ranks(self, after: StepReader, parameters: Collection[str]) -> None:
+        """What a script does with its weights from here on is what it did on the ranks."""
+        for name, parameter in self.names.live_parameters():
+            if name in parameters:
+                put(after.tensor(f"weights/{name}"), parameter)
 
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""
@@ -271,8 +268,6 @@ class Replayer(Watch):
         super().after_call(result)
         self._generators.counts = self._told.feed == "loader"
 
-    # --- random numbers
-
     def draws_like_the_record(self, event: Event) -> None:
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
@@ -293,7 +288,9 @@ class Replayer(Watch):
         record = self._reader(piece.rank, step)
         counts = record.batch_counts or record.call_counts or (0,)
         count = counts[min(piece.micro_batch, len(counts) - 1)]
-        return Source(record.tensor(event), count, piece.rows, piece.rank)
+        rows = piece.rows or ()
+        all_made = len(rows) > count and sorted(rows) == [*range(len(rows))]  # made by the script
+        return Source(record.tensor(event), count, None if all_made else piece.rows, piece.rank)
 
     def _draws(self, query: Query) -> bool:
         ranks = query.ranks

@@ -22,7 +22,7 @@ class StepInProgress:
     of ``calls`` was given; ``results``: the mark of what it returned. ``weights``: digests of the
     tensors of every module at its first call; ``states``: the tensors, on rank 0. ``scales``: the
     loss scale of each backward pass. ``stale``: gradients that were there before the first one.
-    ``left``: buffers before the optimizer steps that have changed on the ranks, in one process.
+    ``left``: what the buffers of one process held before those of the record replaced them.
     ``generators``: states of torch's generator, by the event before which they were taken.
     ``optimizer``: the one that steps. ``by_grad``: its backward passes were calls of
     ``torch.autograd.grad``. ``in_python``: what the script held when it first called a module.

@@ -77,7 +77,32 @@ class Teacher(Codebook):
         self.weight.mul_(0.9).add_(self.layer.weight.detach(), alpha=0.1)
 
 
-KINDS = {one.__name__.lower(): one for one in (Codebook, Centre, Normalised, Teacher)}
+class Late(Codebook):
+    """The codes are moved after the optimizer's step, by the rows of that step."""
+
+    def forward(self, inputs):
+        values = self.layer(inputs)
+        self.nearest = torch.cdist(values.detach(), self.codes).argmin(1)
+        self.values = values.detach()
+        return (values - self.codes[self.nearest]).square().mean()
+
+    def follow(self):
+        chosen = F.one_hot(self.nearest, len(self.codes)).to(self.values.dtype)
+        moved = self.mean(chosen[:, :, None] * (self.values[:, None] - self.codes))
+        self.codes.add_(moved, alpha=0.5)
+
+
+class Scheduled(Late):
+    """How far the codes are moved depends on a count that is in no buffer."""
+
+    def follow(self):
+        self.count = getattr(self, "count", 0) + 1
+        before = self.codes.clone()
+        super().follow()
+        self.codes.lerp_(before, 1 / self.count)
+
+
+KINDS = {one.__name__.lower(): one for one in (Codebook, Centre, Normalised, Teacher, Late, Scheduled)}
 
 
 def train(options):
@@ -91,7 +116,7 @@ def train(options):
         optimizer.zero_grad()
         ddp(inputs).backward()
         optimizer.step()
-        if isinstance(model, Teacher):
+        if hasattr(model, "follow"):
             model.follow()
 
 
