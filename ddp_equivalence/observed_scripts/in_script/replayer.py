@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.observed_scripts.falling_order import in_falling_order
@@ -58,8 +59,8 @@ class Replayer(Watch):
         self._nudged_inside: NudgedInside | None = None
         self._operations: LoggedOperations | None = None
         self._logged = ""
-
-    # --- queries
+        self._after_step: tuple[StepReader, set[str]] | None = None
+        register_optimizer_step_post_hook(self._step_as_the_ranks)
 
     @property
     def _done(self) -> int:
@@ -95,7 +96,7 @@ class Replayer(Watch):
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
         if query.state.then is not None:
-            self._step_as_the_ranks(self._reader(query.weights_of, query.state.then), parameters)
+            self._after_step = self._reader(query.weights_of, query.state.then), parameters
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):
@@ -137,11 +138,12 @@ class Replayer(Watch):
             value = record.tensor(f"weights/{name}:{inner}") if value is None else value
             put(value, tensor, query.nudge if isinstance(tensor, nn.Parameter) else 0)
 
-    def _step_as_the_ranks(self, after: StepReader, parameters: Collection[str]) -> None:
-        """What a script does with its weights from here on is what it did on the ranks."""
-        for name, parameter in self.names.live_parameters():
-            if name in parameters:
-                put(after.tensor(f"weights/{name}"), parameter)
+    def _step_as_the_ranks(self, *given: object) -> None:
+        """Leave the weights that the optimizer left on the ranks, if that is asked."""
+        if self._after_step is not None:
+            (then, parameters), self._after_step = self._after_step, None
+            for name, parameter in self.names.live_parameters():
+                put(then.tensor(f"weights/{name}") if name in parameters else None, parameter)
 
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""
