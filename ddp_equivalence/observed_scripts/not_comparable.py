@@ -129,7 +129,7 @@ def _held(step: ObservedStep, *ranks: int) -> str:
                 name
                 for name in held
                 if held[name] != alone.get(name, held[name])
-                and (len(others) == 1 or any(held[name] != one.get(name) for one in others))
+                and any(held[name] != one.get(name) for one in others)
             ]
             texts += [f"{one} ({held[one]} on rank {rank}, {alone[one]} here)" for one in names]
     return f". These are in another state there: {', '.join(texts[:6])}" if texts else ""

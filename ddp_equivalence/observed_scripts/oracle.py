@@ -113,7 +113,11 @@ class Oracle:
                 self._refused[key] = error  # the script is not waited for twice
                 raise
             self._forget_the_oldest()
-        return self._answers[key]
+        answer = self._answers[key]
+        if self._is_everything(group, rows):  # a part may lack what is drawn for all of them
+            self.missed |= answer.missed
+            self.alike |= dict.fromkeys(answer.alike)
+        return answer
 
     def warm_up(self, group: tuple[int, ...], rows: Sequence[Row], steps: int) -> None:
         """Let the script make so many steps, of which nobody needs the answers. Raises
@@ -205,12 +209,13 @@ class Oracle:
             f"{_times(sum(wanted))} were expected{fewer if sum(found) > sum(wanted) else ''}"
         )
 
+    def _is_everything(self, group: tuple[int, ...], rows: Sequence[Row]) -> bool:
+        return sorted(map(repr, rows)) == sorted(map(repr, self._record.rows(group)))
+
     def _require_rows(self, group: tuple[int, ...], rows: Sequence[Row], answer: Answer) -> None:
         """Raises CannotReplay if all rows were asked for, and the model was called with others."""
-        if sorted(map(repr, rows)) != sorted(map(repr, self._record.rows(group))):
+        if not self._is_everything(group, rows):
             return
-        self.missed |= answer.missed  # a part of the rows may lack what is drawn for all of them
-        self.alike |= dict.fromkeys(answer.alike)
         joined = arrangement_of(self._record, self.arrangement, group) == JOINED_AND_REPEATED
         times = self._record.world_size if joined else 1
         for number, step in zip(group, answer.steps, strict=True):

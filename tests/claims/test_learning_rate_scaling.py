@@ -6,8 +6,9 @@ the effective batch is 64. Inputs are 1 and targets 0. The noisy runs are 2,000 
 experiments with standard normal noise on every input and target. A closed form is the value that
 theory predicts.
 
-`ddp-equivalence sandbox --plot docs` draws the same problem with the published settings: the weight
-over an epoch, and the variance of its steps against the batch size. The lines are the closed form.
+`python benchmarks/sandbox_plots.py docs` draws the same problem with the published settings: the
+weight over an epoch, and the variance of its steps against the batch size. The lines are the closed
+form.
 
 ![The weight over an epoch, without and with noise](weight.svg)
 

@@ -11,10 +11,9 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDGED, SAME
 from ddp_equivalence.commands.results import (
     require_writable_file,
-    require_writable_folder,
     write_json,
 )
-from ddp_equivalence.commands.sandbox.extra_packages import require_matplotlib, require_scipy
+from ddp_equivalence.commands.sandbox.extra_packages import require_scipy
 from ddp_equivalence.ranks.failure import RankFailed
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from ddp_equivalence.commands.sandbox.table import FinishedRow
 
 OF_A_SINGLE_RUN = ("lr", "batch_size", "n_epochs", "deterministic", "n_experiments", "ranks")
-"""Options of single and multi. The table and the plots do not take them."""
+"""Options of single and multi. The table does not take them."""
 
 TRUTHS = {"true": True, "false": False}
 
@@ -51,12 +50,6 @@ def add(commands: Commands) -> None:
         "seeds in 100 print DIFFER by chance",
     )
     parser.add_argument("--table", action="store_true", help="run all nine published rows")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="DIR",
-        help="draw two plots (SVG) into DIR; this needs the extra `plots`",
-    )
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the rows of --table to this file, as JSON"
     )
@@ -107,13 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.mode is not None:
             return _single_run(_problem(arguments), arguments.as_published)
-        code = _table(arguments.seed, arguments.json) if arguments.table else SAME
-        if arguments.plot is not None and code != INTERRUPTED:
-            from ddp_equivalence.commands.sandbox.plot import draw
-
-            for path in draw(arguments.plot, arguments.seed):
-                print(path)
-        return code
+        return _table(arguments.seed, arguments.json)
     except RankFailed as error:
         from ddp_equivalence.report.failure import failure_blocks
 
@@ -124,15 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
     """Raises BadCase if options do not go together, or a package that they need is missing."""
-    table_or_plot = arguments.table or arguments.plot is not None
-    if (arguments.mode is None) == (not table_or_plot):
-        right = "single, or multi, or one or both of --table and --plot DIR"
-        raise BadCase("sandbox", arguments.mode, right)
+    if (arguments.mode is None) == (not arguments.table):
+        raise BadCase("sandbox", arguments.mode, "single, or multi, or --table")
     for name in OF_A_SINGLE_RUN:
         if arguments.mode is None and getattr(arguments, name) is not None:
-            right = (
-                "given only with single or multi: the table and the plots use the published values"
-            )
+            right = "given only with single or multi: the table uses the published values"
             raise BadCase(name, getattr(arguments, name), right)
     if arguments.ranks is not None and arguments.mode == "single":
         raise BadCase("ranks", arguments.ranks, "given only with multi: single is one process")
@@ -143,11 +126,8 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.json is not None and not arguments.table:
         raise BadCase("json", str(arguments.json), "given only with --table")
     require_writable_file("json", arguments.json)
-    require_writable_folder("plot", arguments.plot)
     if not 0 <= arguments.seed < 2**62:
         raise BadCase("seed", arguments.seed, "an integer from 0, below 2**62")
-    if arguments.plot is not None:
-        require_matplotlib()
     if arguments.mode is not None or arguments.table:
         require_scipy()
 

@@ -91,7 +91,7 @@ class RankGenerators(TorchDispatchMode):
         """Draw from these from now on. ``draws``: the script draws random numbers at all.
         ``row_order``: that of what is drawn.
         """
-        self.forget()
+        self._sources, self._states = [], []
         self._row_order = row_order
         if not draws or any(source.state is None for source in sources):
             return
@@ -133,7 +133,7 @@ class RankGenerators(TorchDispatchMode):
             self._sources = sources
 
     def forget(self) -> None:
-        """Draw as usual from now on."""
+        """Draw as usual from now on, where a step begins."""
         self._sources, self._states, self._made = [], [], {}
 
     def __torch_dispatch__(

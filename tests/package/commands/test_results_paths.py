@@ -36,11 +36,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_imports: None) 
         ("explain --batch 4 --json a_file/x.json", "--json a_file/x.json should"),
         ("sandbox --table --json /proc/x.json", "--json /proc/x.json should be a file"),
         (
-            "sandbox --plot a_file",
-            "--plot a_file should be a folder that can be written to, or that can",
-        ),
-        ("sandbox --plot /proc/no/such", "--plot /proc/no/such should"),
-        (
             "check mine.py:doubled --export-repro a_file",
             "--export-repro a_file should be a folder that",
         ),

@@ -23,7 +23,8 @@ def test_state_that_each_rank_moves_by_its_own_rows_is_a_difference(kind: str, l
     assert not line or source_of_fault(found) == line
 
 
-@pytest.mark.parametrize("kind", ["codebook", "centre", "normalised", "teacher", "late", "scheduled"]
+@pytest.mark.parametrize(
+    "kind", ["codebook", "centre", "normalised", "teacher", "late", "scheduled"]
 )
 def test_state_that_is_reduced_or_follows_the_weights_is_right(kind: str) -> None:
     found = observed("moving_state.py", kind, "reduced")

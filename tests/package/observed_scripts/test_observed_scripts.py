@@ -159,9 +159,19 @@ def test_a_gradient_that_is_zero_shows_nothing() -> None:
 
 
 def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -> None:
-    found = observed("adversarial.py", "fixed")
+    found = observed("adversarial.py", "constant")
     assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
     assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
+
+
+@pytest.mark.parametrize(
+    "words", ["fixed", "half", "triple", "fixed uniform", "half noisy", "triple noisy"]
+)
+def test_a_script_may_make_rows_itself_as_many_on_each_rank_as_it_reads(words: str) -> None:
+    found = observed("adversarial.py", *words.split())
+    assert [one.outcome for one in found.verdicts] == ["same"] * 4, str(found)
+    found = observed("adversarial.py", "double", *words.split())
+    assert [one.outcome for one in found.verdicts] == ["same", "different"] * 2, str(found)
 
 
 def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.check_equivalence import check
-from ddp_equivalence.commands.sandbox import command, extra_packages, plot, table, training
+from ddp_equivalence.commands.sandbox import command, extra_packages, table, training
 from ddp_equivalence.commands.sandbox.as_published import case_of, mended
 from ddp_equivalence.commands.sandbox.problem import Problem
 from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
@@ -119,7 +117,6 @@ def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:
         ("single --json out.json", "json"),
         ("--table --json /nowhere/at/all/out.json", "json"),
         ("--table --json .", "json"),
-        ("--plot pytest.ini/plots", "plot"),
         ("single --lr 1e200", "lr"),
         ("single --n_experiments 1000000000000", "n_experiments"),
         ("--table --seed -1", "seed"),
@@ -185,16 +182,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setattr(extra_packages, "find_spec", lambda name: None if name == hidden else name)
 
 
-def test_without_matplotlib_the_plots_are_refused_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hide(monkeypatch, "matplotlib")
-    with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[plots\]'"):
-        run("--plot", str(tmp_path / "plots"))
-    assert not (tmp_path / "plots").exists()
-
-
-@pytest.mark.parametrize("arguments", ["single", "multi --ranks 2", "--table", "--table --plot ."])
+@pytest.mark.parametrize("arguments", ["single", "multi --ranks 2", "--table"])
 def test_without_scipy_what_needs_intervals_is_refused_before_anything_runs(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,28 +190,3 @@ def test_without_scipy_what_needs_intervals_is_refused_before_anything_runs(
     with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[sandbox\]'"):
         run(*arguments.split())
     assert capsys.readouterr().out == ""
-
-
-def test_without_scipy_the_plots_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hide(monkeypatch, "scipy")
-    monkeypatch.setattr(plot, "EXPERIMENTS", 20)
-    monkeypatch.setattr(plot, "RANKS", 2)
-    assert run("--plot", str(tmp_path)) == 0
-    assert (tmp_path / "variance.svg").is_file()
-
-
-def test_the_plots_and_the_command_line_import_no_scipy() -> None:
-    code = (
-        "import sys; sys.modules['scipy'] = None; "
-        "import ddp_equivalence.commands.main, ddp_equivalence.commands.sandbox.plot"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
-    assert done.returncode == 0
-
-
-def test_both_plots_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plot, "EXPERIMENTS", 20)
-    monkeypatch.setattr(plot, "RANKS", 2)
-    paths = plot.draw(tmp_path / "plots")
-    assert [path.name for path in paths] == ["weight.svg", "variance.svg"]
-    assert all(path.read_text().rstrip().endswith("</svg>") for path in paths)

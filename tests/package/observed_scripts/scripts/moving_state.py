@@ -102,7 +102,9 @@ class Scheduled(Late):
         self.codes.lerp_(before, 1 / self.count)
 
 
-KINDS = {one.__name__.lower(): one for one in (Codebook, Centre, Normalised, Teacher, Late, Scheduled)}
+KINDS = {
+    one.__name__.lower(): one for one in (Codebook, Centre, Normalised, Teacher, Late, Scheduled)
+}
 
 
 def train(options):
