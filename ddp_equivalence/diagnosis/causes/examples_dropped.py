@@ -63,7 +63,6 @@ def lines(view: View) -> Sequence[PointedLine]:
     drops = lines_of_wrong_samplers(view) or drops
     drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
     drops = drops or lines_that_read.lines_of_own_sampler(view)
-    drops = drops or lines_that_read.lines_of_own_length(view)
     drops = lines_that_replace_rows(view) or drops or lines_that_leave_out(view)
     read = [
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_exchange
-from ddp_equivalence.diagnosis.lines.lost_results import lines_never_read
 from ddp_equivalence.diagnosis.lines.paths_of_ranks import where_they_part
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
@@ -51,7 +50,6 @@ def _sums_without(view: View, ranks: Sequence[int]) -> list[PointedLine]:
         return []
     return (
         lines_of_exchange(view, others[0], only_if_few=True)
-        or lines_never_read(view)
         or line_that_sums(pieces, others[0], others)
         or lines_of_exchange(view, others[0])
     )

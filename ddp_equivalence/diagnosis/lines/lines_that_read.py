@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ddp_equivalence.diagnosis.examples_read import compact_numbers, example_numbers
-from ddp_equivalence.diagnosis.lines.origins import links_of_line
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.lines.source_tree import functions_named, inside, place_of
+from ddp_equivalence.diagnosis.lines.source_tree import functions_named, inside
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -173,29 +172,3 @@ def lines_of_own_sampler(view: View) -> list[PointedLine]:
             note = f"what the loader of line {place.line.number} goes through"
             return [PointedLine(line, note, True) for line in ran[-1:]]
     return []
-
-
-def lines_of_own_length(view: View) -> list[PointedLine]:
-    """What the length of a data set of the user's own is made of, where it is a part of all."""
-    for place in loaders(view)[-1:]:
-        begins, length = place.first.chosen_at, int(place.first.value or 0)
-        if begins is None or not 0 < length < view.setting.example_count:
-            continue
-        run = run_lines(view, place.ranks[0])
-        for function in functions_named(begins.file, begins.function):
-            if not begins.number <= function.lineno <= begins.number + 20:
-                continue
-            for node in inside(function):
-                line = CodeLine(begins.file, getattr(node, "lineno", 0), function.name)
-                if isinstance(node, ast.Return) and run.times.get(line):
-                    note = f"the data set of rank {place.ranks[0]} has {length} examples"
-                    links = [one.line for one in links_of_line(run, line)]
-                    rounded = [one for one in links if _rounds_down(one)]
-                    return [PointedLine(one, note, True) for one in (*rounded, *links)][:1]
-    return []
-
-
-def _rounds_down(line: CodeLine) -> bool:
-    place = place_of(line.file, line.number)
-    nodes = ast.walk(place.statement) if place is not None else ()
-    return any(isinstance(one, ast.FloorDiv) for one in nodes)

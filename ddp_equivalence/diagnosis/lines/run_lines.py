@@ -53,10 +53,6 @@ class RunLines:
         """How often the line began at which a part of this function begins."""
         return self.times.get(place.line(node), 0)
 
-    def count_of_first(self, place: Place, body: Sequence[ast.stmt]) -> int:
-        """How often a block of this function began."""
-        return self.count(place, body[0]) if body else 0
-
     def exact_count(self, place: Place, node: ast.AST) -> int | None:
         """The same number; None for a line that may begin several times in one run of the node.
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 from tests.diagnosis.lines.faulty_line import mean_squares
 from tests.diagnosis.lines.steps_around_reductions import write
@@ -175,41 +174,3 @@ def group_without_the_last(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     for parameter in model.parameters():
         members.average(parameter.grad)
-
-
-class Part(Dataset[tuple[Tensor, Tensor]]):
-    """The rows of one rank."""
-
-    def __init__(self, batch: Batch, rank: Any) -> None:
-        self.batch = batch
-        self.count: int = len(batch["x"]) // 4 * 4 // rank.world_size  # fault
-        self.first = self.count * rank.rank
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.batch["x"][self.first + index], self.batch["y"][self.first + index]
-
-
-def data_set_is_cut(model: Any, batch: Batch, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    for x, y in DataLoader(Part(batch, rank), batch_size=99):
-        mean_squares(ddp, {"x": x, "y": y}).backward()
-
-
-def adds_its_own_again(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])
-    if rank.rank == 0:
-        total = flat.clone()
-        for source in range(1, rank.world_size):
-            other = torch.empty_like(flat)
-            dist.recv(other, src=source)
-            total += flat  # fault
-        flat = total / rank.world_size
-    else:
-        dist.send(flat, dst=0)
-    dist.broadcast(flat, src=0)
-    write(gradients, flat)

@@ -70,8 +70,6 @@ def distance_to_the_fault(numbers: list[int], step: Step) -> int:
         (FOUR, parting.small_ones_are_not_written, "true 3 of 6 times"),
         (FOUR, parting.divides_under_ddp, "sets scale, the number at line"),
         (FOUR, parting.group_without_the_last, "makes a group without rank 3"),
-        (TEN, parting.data_set_is_cut, "the data set of rank 0 has 4 examples"),
-        (FOUR, parting.adds_its_own_again, "writes other, which no other line reads"),
         (NODES, steps.hook_divides_by_a_node, "workers is 2, the ranks of one node"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
