@@ -29,10 +29,13 @@ def right_but_for_draws(
     request: Request, drawn: DrawnView | None, comparison: Comparison
 ) -> Comparison | None:
     """The comparison with a big batch that draws the ranks' numbers, if a user's own step is right
-    with them; None if it is not, or if all ranks were given the same seed.
+    with them; None if it is not, if all ranks were given the same seed, or if the model is so large
+    that only some of its elements are kept.
     """
     one_step = request.step_count == 1 and not request.trains
     if drawn is None or not (request.is_the_users_own and one_step):
+        return None
+    if not drawn.view.parameters.sample.is_whole:
         return None
     if dropout_differs_from_reference.step_set_the_same_seed(drawn.view):
         return None  # the rows of two ranks are to draw other numbers

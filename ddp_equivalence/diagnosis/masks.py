@@ -22,9 +22,18 @@ from ddp_equivalence.measurement.request import Request
 ON_A_GPU = "a GPU draws other masks than the CPU, on which the big batch was computed"
 
 
-def are_unpredictable(request: Request) -> bool:
-    """True if the ranks drop something, and draw what they drop on a GPU."""
-    return request.lane.device_type != "cpu" and trains_with_dropout(build_model(request.case))
+ONLY_MASKS = (dropout_differs_from_reference.HYPOTHESIS.name,)
+"""The causes of a step in which nothing but what is drawn differs."""
+
+
+def drops_something(request: Request) -> bool:
+    """True if modules of torch's own drop something in the model."""
+    return trains_with_dropout(build_model(request.case))
+
+
+def are_drawn_on_a_gpu(request: Request) -> bool:
+    """True if the ranks draw what they drop on a GPU."""
+    return request.lane.device_type != "cpu"
 
 
 def request_without_masks(request: Request) -> Request | None:

@@ -21,15 +21,21 @@ Judge = Callable[[Request], Verdict]
 
 def judged_again(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
     """The verdict on a request, after all further judgements that it takes."""
-    if (
-        verdict.outcome == "different"
-        and not verdict.numbers_are_known
-        and masks.are_unpredictable(request)
-    ):
+    if verdict.outcome == "different" and _is_judged_without_dropout(verdict, request):
         return _also_without_dropout(verdict, request, judge)
     if request.is_cast_to_float64:
         return _also_in_own_precision(verdict, request, judge)
     return _also_in_float64(verdict, request, judge)
+
+
+def _is_judged_without_dropout(verdict: Verdict, request: Request) -> bool:
+    """True if the masks of the ranks cannot be predicted, or if they are the only difference of a
+    user's own step, which the big batch cannot be given in several steps and in a large model.
+    """
+    if not masks.drops_something(request):
+        return False
+    on_a_gpu = masks.are_drawn_on_a_gpu(request) and not verdict.numbers_are_known
+    return on_a_gpu or (request.is_the_users_own and verdict.causes == masks.ONLY_MASKS)
 
 
 def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
@@ -45,6 +51,8 @@ def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> V
     is_right = again is not None and again.outcome == "same" and request.is_the_users_own
     if again is not None and is_right and not masks.are_the_same_on_all_ranks(verdict.view):
         return replace(again, case=verdict.case, masks_unpredictable=True)
+    if verdict.causes == masks.ONLY_MASKS and (again is None or again.causes == verdict.causes):
+        return verdict
     if again is not None and _is_right(again):
         finding = masks.finding_of_masks(verdict.view)
         findings = (finding, *(one for one in rejected if one.cause != finding.cause))

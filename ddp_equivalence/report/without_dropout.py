@@ -20,7 +20,8 @@ def without_dropout_lines(verdict: Verdict) -> list[Line]:
         return []
     again = verdict.without_dropout
     if verdict.outcome == "same":
-        return labelled(LABEL, f"this is how the step was compared, since {ON_A_GPU}")
+        why = "the big batch could not be given the masks of the ranks"
+        return labelled(LABEL, f"this is how the step was compared, since {why}")
     if again is None:
         return labelled(
             LABEL,
