@@ -1,0 +1,1 @@
+"""Training scripts by authors who did not know this package."""
