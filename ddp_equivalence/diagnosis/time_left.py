@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from ddp_equivalence.measurement.request import Request
+if TYPE_CHECKING:
+    from ddp_equivalence.measurement.request import Request
 
 CAUSES = "known causes"
 TWO_CAUSES = "two causes at once"
