@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence import Case
+from ddp_equivalence import Case, check
 from tests.diagnosis.lines import steps_with_properties as steps
 from tests.diagnosis.lines.faulty_line import Step, case, checked, faults, notes
 
@@ -33,24 +33,6 @@ PROPERTIES = [
         "hidden = self.norm(hidden)",
         "a property of the model, no fault",
         "none is needed; use SyncBatchNorm (on GPUs), or compare in eval mode.",
-    ),
-    (
-        DROPPING,
-        steps.with_ddp,
-        "dropout_differs_from_reference",
-        "hidden = self.drop(hidden)",
-        "Dropout drop draws other masks for a shard than for the big batch: a property of the "
-        "model, no fault",
-        "none is needed; compare with dropout turned off (model.eval() or p=0).",
-    ),
-    (
-        FUNCTIONAL,
-        steps.one_pass,
-        "dropout_differs_from_reference",
-        "hidden = F.dropout(hidden, 0.4, self.training)",
-        "dropout draws other masks for a shard than for the big batch: a property of the model, no "
-        "fault",
-        "none is needed; compare with dropout turned off (model.eval() or p=0).",
     ),
     (
         COMPARED,
@@ -97,3 +79,17 @@ def test_the_gather_that_loses_the_gradient_is_pointed_at(step: Step) -> None:
     assert verdict.findings[0].fix == (
         "use torch.distributed.nn.functional.all_gather, which passes the gradient on."
     )
+
+
+def test_dropout_is_shown_where_the_big_batch_cannot_be_given_its_masks() -> None:
+    verdict = check(FUNCTIONAL, steps.one_pass, steps=2)
+    assert verdict.causes == ("dropout_differs_from_reference",), verdict
+    fix = "none is needed; compare with dropout turned off (model.eval() or p=0)."
+    line = "hidden = F.dropout(hidden, 0.4, self.training)"
+    assert (faults(verdict), verdict.findings[0].fix) == ([line], fix)
+    assert "dropout draws other masks for a shard than for the big batch" in notes(verdict)
+
+
+def test_dropout_of_a_module_is_compared_with_the_masks_of_the_ranks_or_without_any() -> None:
+    assert check(DROPPING, steps.with_ddp).outcome == "same"
+    assert check(DROPPING, steps.with_ddp, steps=2).outcome == "same"
