@@ -12,7 +12,6 @@ from torch.optim import SGD
 
 from benchmarks.programs.common import (
     HIDDEN,
-    LENGTH,
     OUTPUTS,
     TOKENS,
     Batch,
@@ -24,19 +23,6 @@ from benchmarks.programs.program import Programs
 from ddp_equivalence import Rank
 
 programs = Programs("layers", right=False)
-
-
-@programs.model(batch=words)
-class WordsDropped(nn.Module):
-    """Words are dropped at random, and the ranks draw other words than the big batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(TOKENS, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        kept = torch.rand(tokens.shape) > 0.3
-        return self.last((self.table(tokens) * kept[..., None]).sum(1) / LENGTH)
 
 
 class Averaged(nn.Module):

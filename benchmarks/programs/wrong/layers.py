@@ -193,19 +193,6 @@ class MixedWithTheNeighbour(nn.Module):
         return self.layers(0.8 * rows + 0.2 * rows.roll(1, 0))
 
 
-@programs.model()
-def dropout_in_training() -> nn.Module:
-    """nn.Dropout draws other masks for the shards than for the big batch."""
-    return nn.Sequential(nn.Linear(ROW, HIDDEN), nn.Dropout(0.3), nn.Linear(HIDDEN, OUTPUTS))
-
-
-@programs.model(batch=images)
-def dropped_channels() -> nn.Module:
-    """nn.Dropout2d draws other channels for the shards than for the big batch."""
-    layers = (nn.Conv2d(2, 4, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(64, OUTPUTS))
-    return nn.Sequential(*layers)
-
-
 @programs.step(model=lambda: nn.Sequential(nn.Linear(ROW, 7), nn.PReLU(7), nn.Linear(7, OUTPUTS)))
 def slopes_not_averaged(model: nn.Module, shard: Any, rank: Rank) -> None:
     """Only parameters with two dims are averaged: the PReLU's slopes and biases are skipped."""

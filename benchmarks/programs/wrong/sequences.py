@@ -142,19 +142,6 @@ def micro_batches_of_tokens(model: nn.Module, shard: Any, rank: Rank) -> None:
     sum(token_mean(ddp, each) / 2 for each in window).backward()
 
 
-@programs.model(batch=sequences)
-class LayersDroppedByChance(nn.Module):
-    """A layer is dropped for single examples, by draws that differ from the big batch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(ROW, ROW), nn.Linear(ROW, OUTPUTS)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        kept = torch.rand(len(rows), 1, 1) > 0.4
-        return self.second(rows + kept * self.first(rows)).mean(1)
-
-
 def error_of_the_last(model: nn.Module, batch: Batch) -> Tensor:
     """The error at the last position."""
     return F.mse_loss(model(batch["rows"][:, -1]), batch["targets"])

@@ -130,13 +130,6 @@ def batch_norm() -> nn.Module:
     )
 
 
-def dropout() -> nn.Module:
-    """Dropout between two linear layers."""
-    return nn.Sequential(
-        nn.Linear(ROW, HIDDEN), nn.Tanh(), nn.Dropout(0.3), nn.Linear(HIDDEN, OUTPUTS)
-    )
-
-
 def summed_error(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The sum over the examples of their mean squared errors."""
     return mean_squared_error(model, batch) * len(batch["rows"])
@@ -163,10 +156,6 @@ class LocalBatchNorm(Loop):
     """Batch norm takes its statistics of the rank's own examples."""
 
 
-class OwnDropout(Loop):
-    """Dropout draws other masks on the ranks than for the big batch."""
-
-
 ONE_BY_ONE: dict[str, Any] = {"micro": (1,), "steps": (1,)}
 
 WITHOUT_A_WRONG_LINE = (
@@ -191,7 +180,6 @@ WITHOUT_A_WRONG_LINE = (
         **ONE_BY_ONE,
     ),
     Wrong(LocalBatchNorm, ("batch_norm_local_statistics",), setting={"model": batch_norm}),
-    Wrong(OwnDropout, ("dropout_differs_from_reference",), setting={"model": dropout}),
 )
 
 
