@@ -133,7 +133,8 @@ def _judge(request: Request) -> Verdict:
         if second.needs_fresh_ranks:
             second = observe_on_fresh_ranks(request, *watched)
         analysis.observed, analysis.why_not_watched = second.by_rank, second.why_not
-        analysis.time = TimeLeft.of_check(request, started)
+        if not request.in_process:  # where the user may have stopped in a debugger
+            analysis.time = TimeLeft.since(started, request.deadline)
     except RankFailed as error:
         return _failed_or_again(known(), request, error, began)
     again = request if measurement.outdated else _after_clipping(request, measurement)

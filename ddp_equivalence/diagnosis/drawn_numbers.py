@@ -65,14 +65,12 @@ class DrawnView:
             errors = []
             for of_rank, held in zip(one.by_rank, measured.by_rank[:, place], strict=True):
                 away = held - right
+                distance = float(away.norm())
+                element = float((away.abs() / right.abs().maximum(beside)).max())
+                within = one.key[1] not in measured.differing and element <= one.limit.element
+                error = relative_to(distance, norm)
                 errors.append(
-                    replace(
-                        of_rank,
-                        distance=float(away.norm()),
-                        error=relative_to(float(away.norm()), norm),
-                        element=float((away.abs() / right.abs().maximum(beside)).max()),
-                        within=one.key[1] not in measured.differing,
-                    )
+                    replace(of_rank, distance=distance, error=error, element=element, within=within)
                 )
             parameters.append(replace(one, norm=norm, by_rank=tuple(errors)))
         return replace(comparison, parameters=tuple(parameters))

@@ -7,10 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ddp_equivalence.measurement.request import Request
 
 CAUSES = "known causes"
 TWO_CAUSES = "two causes at once"
@@ -56,11 +52,9 @@ class TimeLeft:
         self._not_tried: dict[str, str] = {}
 
     @classmethod
-    def of_check(cls, request: Request, started: float) -> TimeLeft:
-        """What the ranks have left of the case's deadline, for explaining a difference."""
-        if request.in_process:
-            return cls()  # the user may have stopped in a debugger, so there is no deadline
-        return cls(request.deadline - (time.monotonic() - started), request.deadline)
+    def since(cls, started: float, deadline: float) -> TimeLeft:
+        """What a check that started at this time has left of its deadline, in seconds."""
+        return cls(deadline - (time.monotonic() - started), deadline)
 
     @property
     def not_tried(self) -> tuple[str, ...]:

@@ -137,18 +137,18 @@ class Oracle:
         second.delete()
         return all(isclose(*pair, rel_tol=REPEATED) for pair in zip(*losses, strict=True))
 
-    def state_told(
+    def buffers_carried_over(
         self,
         before: tuple[int, ...],
         rows: Sequence[Row],
         now: tuple[int, ...],
         read: Sequence[Row],
     ) -> Answer:
-        """The answer that tells what one process makes of its buffers, which computes these rows in
-        the steps before, and then those that are read now. Raises CannotReplay.
+        """The answer for the rows that are ``read`` now, with the buffers that one process made of
+        its own in the steps before, from ``rows``. Raises CannotReplay.
         """
-        self._computed(before, rows, 0, state=State(then=now[0])).delete()
-        return self._computed(now, read, 0, state=State(told=True))
+        self._computed(before, rows, 0, state=State(next_step=now[0])).delete()
+        return self._computed(now, read, 0, state=State(reports_buffers=True))
 
     def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> str:
         """The file with the operations that the script runs for these rows, from the first call
@@ -187,7 +187,7 @@ class Oracle:
                 logged=logged,
                 is_epoch=is_epoch,
                 state=state,
-                keep=self.keeps and not state.in_order,
+                keep=self.keeps and not state.is_carried_over,
             )
             answer = self._script.answer_of_kept(query) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)

@@ -50,20 +50,20 @@ class Piece:
 class State:
     """Buffers with these names come from this file, and not from the record.
 
-    ``then``: the step that is asked for next; the weights are set to those that the ranks had
-    there. ``told``: the answer tells what the buffers held before those of the record replaced
-    them, which is what one process has made of them since the query before.
+    ``next_step``: the step that the query after this one asks for; the optimizer leaves the weights
+    that the ranks had there. ``reports_buffers``: the answer holds what the buffers were before
+    those of the record replaced them: what one process has made of them since the query before.
     """
 
     file: str = ""
     names: tuple[str, ...] = ()
-    then: int | None = None
-    told: bool = False
+    next_step: int | None = None
+    reports_buffers: bool = False
 
     @property
-    def in_order(self) -> bool:
-        """The query matters to the one after it, or that one before it to this."""
-        return self.told or self.then is not None
+    def is_carried_over(self) -> bool:
+        """The query belongs together with the one after it, or with the one before it."""
+        return self.reports_buffers or self.next_step is not None
 
     def of(self, name: str) -> Tensor | None:
         """The value of a buffer; None for that of the record."""

@@ -72,7 +72,7 @@ class RunningScript:
         """The answer of the process that was kept at the beginning of the query's steps; None if
         there is none, or it does not answer. Raises CannotReplay if it cannot have the rows.
         """
-        if query.state.in_order:
+        if query.state.is_carried_over:
             return None
         path = path_of_kept(Path(self._told.socket).parent, query.steps)
         try:

@@ -37,7 +37,7 @@ def with_state_of_one_process(
         return verdict
     buffers = step.record.step(0, step.number).earlier.buffers
     place = next((buffers[one.name] for one in moved if one.name in buffers), None)
-    note = f"changes {step.short(moved[0].name)} by the rows of each rank alone"
+    note = f"changes {step.short(moved[0].name)}, and not as one process with all rows does"
     finding = replace(
         finding_of_state([replace(one, name=step.short(one.name)) for one in moved], {}, {}),
         unexplained=0.0,
@@ -65,7 +65,7 @@ def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
     if not changed:
         return [], State()
     asked = before.group, before.rows, step.group, step.rows
-    answer, again = (oracle.state_told(*asked).steps[0] for _ in range(2))
+    answer, again = (oracle.buffers_carried_over(*asked).steps[0] for _ in range(2))
     right, repeated = answer.state_left(), again.state_left()
     moved = [
         BufferBeside(name, error, (0,))

@@ -32,10 +32,9 @@ def _is_judged_without_dropout(verdict: Verdict, request: Request) -> bool:
     """True if the masks of the ranks cannot be predicted, or if they are the only difference of a
     user's own step, which the big batch cannot be given in several steps and in a large model.
     """
-    if not masks.drops_something(request):
-        return False
     on_a_gpu = masks.are_drawn_on_a_gpu(request) and not verdict.numbers_are_known
-    return on_a_gpu or (request.is_the_users_own and verdict.causes == masks.ONLY_MASKS)
+    only_masks = request.is_the_users_own and verdict.causes == masks.ONLY_MASKS
+    return (on_a_gpu or only_masks) and masks.drops_something(request)
 
 
 def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> Verdict:

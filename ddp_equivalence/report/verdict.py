@@ -69,10 +69,11 @@ class Verdict:
     or left running there. ``repeat``: the command or call that repeats the check. ``float32_at``:
     where the step computes in float32 in a check in float64, if that could be the difference.
     ``other_precision``: the verdict on the same step in the model's own precision, or in float64 if
-    this one is in the model's own. ``masks_unpredictable``: the step differs and drops something on
-    a GPU; ``without_dropout``: the verdict on the same step with dropout turned off, if it could
-    run again. ``on_used_ranks``: the outcome on ranks that had run earlier checks, if the step was
-    then judged on new ranks, because the libraries ``libraries_kept`` may have kept state there.
+    this one is in the model's own. ``masks_unpredictable``: the big batch could not be given the
+    masks of the ranks, so that a step that is the same was compared with dropout turned off;
+    ``without_dropout``: the verdict without it on a step that differs, if it could run again.
+    ``on_used_ranks``: the outcome on ranks that had run earlier checks, if the step was then judged
+    on new ranks, because the libraries ``libraries_kept`` may have kept state there.
     ``buffers_of_the_big_batch``: what its buffers hold afterwards. ``analysis``: computes the rest
     when it is asked for; None if there was nothing to analyse. ``render``: writes the report, and
     ``render_full`` the one that holds everything. ``defined_at``: where the step is defined; None

@@ -1,12 +1,13 @@
 """Six right training scripts of about a hundred lines, and each of them with one mistake.
 
-Their authors knew neither this package nor its rules. A mistake is none on one device: it makes
-what several ranks compute differ from one device with one big batch.
+Their authors knew neither this package nor its rules, and chose the mistakes. A mistake is none on
+one device: it makes what several ranks compute differ from one device with one big batch.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,39 +16,74 @@ from ddp_equivalence import observe
 from ddp_equivalence.observed_scripts.observed import Observed
 
 SCRIPTS = Path(__file__).parent / "scripts"
-NAMES = ("buffers", "classifier", "clips", "distill", "draws", "moving_state")
 
-FIRST_WRONG = {"buffers": 2, "classifier": 8, "distill": 2, "moving_state": 4}
-"""The step in which the mistake is first seen, if it is not the first."""
 
-STEPS = {"classifier": 10}
+@dataclass(frozen=True)
+class Mistake:
+    """``right`` becomes ``wrong`` in a script. ``first``: the first step that is then different, of
+    so many ``steps`` that are recorded. ``cause``: the name that the report gives, if any.
+    """
 
-CAUSES = {
-    "buffers": "buffers_differ_from_big_batch",
-    "classifier": "optimizers_differ_between_ranks",
-    "clips": "token_counts_weighted_equally",
-    "distill": "buffers_differ_from_big_batch",
+    right: str
+    wrong: str
+    first: int = 1
+    steps: int = 3
+    cause: str | None = None
+
+
+MISTAKES = {
+    "buffers": Mistake(
+        "        dist.all_reduce(stats, op=dist.ReduceOp.SUM)\n",
+        "",
+        first=2,
+        cause="buffers_differ_from_big_batch",
+    ),
+    "classifier": Mistake(
+        "    dist.all_reduce(totals)\n",
+        "",
+        first=8,
+        steps=10,
+        cause="optimizers_differ_between_ranks",
+    ),
+    "clips": Mistake(
+        "    return sum_over_ranks(n) / dist.get_world_size()\n",
+        "    return n\n",
+        cause="token_counts_weighted_equally",
+    ),
+    "distill": Mistake(
+        "        dist.all_reduce(stats)\n", "", first=2, cause="buffers_differ_from_big_batch"
+    ),
+    "draws": Mistake(
+        "    loss = (loss * mask).sum(1) / mask.sum(1)          "
+        "# [N], mean over the hidden patches of each image\n    return loss.mean()\n",
+        "    return (loss * mask).sum() / mask.sum()\n",
+    ),
+    "moving_state": Mistake("reduce_mean(lengths.mean())", "lengths.detach().mean()", first=4),
 }
-"""Where a mistake has a name."""
 
 
-def observed(script: str, name: str) -> Observed:
+def observed(folder: Path, name: str) -> Observed:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    command = (*torchrun, "--nproc-per-node", "2", script)
-    return observe(command, folder=SCRIPTS, deadline=300.0, steps=STEPS.get(name, 3))
+    command = (*torchrun, "--nproc-per-node", "2", f"{name}.py")
+    return observe(command, folder=folder, deadline=300.0, steps=MISTAKES[name].steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_right_trainer_is_the_same(name: str) -> None:
-    found = observed(f"right_{name}.py", name)
+    found = observed(SCRIPTS, name)
     assert {one.outcome for one in found.verdicts} == {"same"}, str(found)
-    assert len(found.verdicts) >= STEPS.get(name, 3)
+    assert len(found.verdicts) >= MISTAKES[name].steps
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_trainer_with_one_mistake_is_different_from_its_first_wrong_step_on(name: str) -> None:
-    found = observed(f"wrong_{name}.py", name)
-    right = FIRST_WRONG.get(name, 1) - 1
-    outcomes = [one.outcome for one in found.verdicts]
-    assert outcomes[: right + 1] == ["same"] * right + ["different"], str(found)
-    assert found.cause == CAUSES.get(name), str(found)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_trainer_with_one_mistake_is_different_from_its_first_wrong_step_on(
+    name: str, tmp_path: Path
+) -> None:
+    mistake, script = MISTAKES[name], (SCRIPTS / f"{name}.py").read_text("utf-8")
+    assert script.count(mistake.right) == 1
+    (tmp_path / f"{name}.py").write_text(script.replace(mistake.right, mistake.wrong), "utf-8")
+    found = observed(tmp_path, name)
+    before = mistake.first - 1
+    outcomes = [one.outcome for one in found.verdicts][: mistake.first]
+    assert outcomes == ["same"] * before + ["different"], str(found)
+    assert found.cause == mistake.cause, str(found)

@@ -95,8 +95,8 @@ class Replayer(Watch):
         name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
-        if query.state.then is not None:
-            self._after_step = self._reader(query.weights_of, query.state.then), parameters
+        if query.state.next_step is not None:
+            self._after_step = self._reader(query.weights_of, query.state.next_step), parameters
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):
@@ -131,7 +131,7 @@ class Replayer(Watch):
             self._nudged_inside = NudgedInside(query.nudge)
             self._nudged_inside.__enter__()  # type: ignore[no-untyped-call]
         record = self._reader(query.weights_of, number)
-        if query.state.told:
+        if query.state.reports_buffers:
             self.now.left |= {name: whole(one) for name, one in self.names.buffers([name])}
         for inner, tensor in named_tensors(module):
             value = query.state.of(f"{name}:{inner}")
@@ -141,9 +141,9 @@ class Replayer(Watch):
     def _step_as_the_ranks(self, *given: object) -> None:
         """Leave the weights that the optimizer left on the ranks, if that is asked."""
         if self._after_step is not None:
-            (then, parameters), self._after_step = self._after_step, None
+            (after, parameters), self._after_step = self._after_step, None
             for name, parameter in self.names.live_parameters():
-                put(then.tensor(f"weights/{name}") if name in parameters else None, parameter)
+                put(after.tensor(f"weights/{name}") if name in parameters else None, parameter)
 
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.diagnosis import analysis
+from ddp_equivalence.diagnosis import analysis, kept_elements
 from ddp_equivalence.measurement.random_draws import DrawReplay
 from tests.diagnosis.names.drawing_models import (
     DRAWING,
@@ -177,3 +177,37 @@ def test_no_step_is_excused_if_the_numbers_do_not_give_what_the_ranks_computed(
     verdict = check(case("1x2", model=ModuleDropout), right(squares, another_device))
     assert verdict.causes == (), verdict
     assert not verdict.numbers_are_known
+
+
+class WithoutSignal(FunctionalDropout):
+    """One parameter has no elements, and one a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.unused = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(3))
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return super().changed(hidden) + self.empty.sum() + 0 * self.unused.sum()
+
+
+def test_a_gradient_of_zero_is_no_difference_beside_the_numbers_of_the_ranks() -> None:
+    verdict = check(case("1x2", model=WithoutSignal), right(squares, another_device))
+    assert verdict.outcome == "same", verdict
+    assert SAME in told(verdict)
+
+
+@pytest.mark.parametrize(
+    ("model", "outcome", "says"),
+    [
+        (ModuleDropout, "same", "Without dropout: this is how the step was compared"),
+        (FunctionalDropout, "different", "the big batch is what they hold"),
+    ],
+)
+def test_a_large_model_of_which_some_elements_are_kept_is_compared_without_dropout(
+    model: Any, outcome: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 20)
+    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 60)
+    verdict = check(case("1x2", model=model), right(squares, on_the_cpu))
+    assert verdict.outcome == outcome, verdict
+    assert says in told(verdict)

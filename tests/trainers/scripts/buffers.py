@@ -1,4 +1,4 @@
-"""VQ autoencoder with an EMA codebook, DDP on gloo.  torchrun --nproc-per-node 2 wrong_buffers.py"""
+"""VQ autoencoder with an EMA codebook, DDP on gloo.  torchrun --nproc-per-node 2 buffers.py"""
 import argparse
 
 import torch
@@ -29,6 +29,7 @@ class EMAQuantizer(nn.Module):
     def update(self, flat, idx):
         onehot = F.one_hot(idx, self.n_codes).to(flat.dtype)
         stats = torch.cat([onehot.sum(0)[:, None], onehot.t() @ flat], dim=1)  # [K, 1 + D]
+        dist.all_reduce(stats, op=dist.ReduceOp.SUM)
         self.ema_count.mul_(self.decay).add_(stats[:, 0], alpha=1 - self.decay)
         self.ema_sum.mul_(self.decay).add_(stats[:, 1:], alpha=1 - self.decay)
         self.codebook.copy_(self.ema_sum / (self.ema_count + self.eps)[:, None])

@@ -1,4 +1,4 @@
-"""Small image classifier on class-imbalanced data.  torchrun --nproc-per-node 2 right_classifier.py"""
+"""Small image classifier on class-imbalanced data.  torchrun --nproc-per-node 2 classifier.py"""
 import os
 import shutil
 import tempfile

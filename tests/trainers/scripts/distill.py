@@ -1,4 +1,4 @@
-"""DINO-like self-distillation on synthetic vectors.  torchrun --nproc-per-node 2 right_distill.py"""
+"""DINO-like self-distillation on synthetic vectors.  torchrun --nproc-per-node 2 distill.py"""
 import contextlib
 import copy
 

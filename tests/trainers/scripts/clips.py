@@ -1,4 +1,4 @@
-"""Tiny causal LM, DDP + gradient accumulation.  torchrun --nproc-per-node 2 wrong_clips.py"""
+"""Tiny causal LM, DDP + gradient accumulation.  torchrun --nproc-per-node 2 clips.py"""
 import argparse
 import math
 from contextlib import nullcontext
@@ -56,9 +56,9 @@ def sum_over_ranks(t):
 
 
 def tokens_per_rank(window):
-    """Valid tokens of the window; DDP averages gradients over ranks, so we normalise per rank."""
+    """Valid tokens of the window; DDP averages gradients over ranks, so we want the mean count."""
     n = torch.stack([(labels != IGNORE).sum() for _, labels in window]).sum().float()
-    return n
+    return sum_over_ranks(n) / dist.get_world_size()
 
 
 def main():
