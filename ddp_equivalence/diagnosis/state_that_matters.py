@@ -91,7 +91,7 @@ def finding_of_state(
     seen: Mapping[int, Observation],
 ) -> Finding:
     """The finding that a step leaves this state, and has right gradients. ``evidence``: of the
-    ranks; without any, rank 0 is known to have changed the state by its own rows.
+    ranks; without any, each rank is taken to have changed the state by its own rows.
     """
     names = names_text([one.name for one in beside])
     held = [
