@@ -77,13 +77,12 @@ class Verdict:
     ``buffers_of_the_big_batch``: what its buffers hold afterwards. ``analysis``: computes the rest
     when it is asked for; None if there was nothing to analyse. ``render``: writes the report, and
     ``render_full`` the one that holds everything. ``defined_at``: where the step is defined; None
-    for a strategy of the catalogue.
-    ``training``: how the reference trains. ``seeds``: how the ranks were seeded. ``wrong_step``:
-    the first optimizer step of a trainer that is not that of the big batch; ``comparison`` is then
-    that of its gradients, if these are wrong. ``read_order``: the examples of the batch in the
-    order in which the steps of a trainer read them, step after step, if it is another than the
-    batch has; the big batches were then made in this order. Where a step reads too few examples,
-    it has some that no step reads. ``of_script``: the step is one of a script that was observed.
+    for a strategy of the catalogue. ``training``: how the reference trains. ``seeds``: how the
+    ranks were seeded. ``wrong_step``: the first optimizer step of a trainer that is not that of the
+    big batch; ``comparison`` is then that of its gradients, if these are wrong. ``read_order``: the
+    examples of the batch in the order in which the steps of a trainer read them, step after step,
+    if it is another than the batch has; the big batches were then made in this order. Where a step
+    reads too few examples, it has some that no step reads. ``of_script``: a step of a script.
     """
 
     case: Case
