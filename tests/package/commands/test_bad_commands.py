@@ -35,7 +35,7 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_import
         ("faults --sensitivity sum_not_mean", "sum_not_mean should be left out with --sensitivity"),
         ("faults --sensitivity --layout 1x2", "--layout 1x2 should be left out with --sensitivity"),
         ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
-        ("run --must-run nvlink", "--must-run nvlink should be one of nccl"),
+        ("run --must-run nvlink", "--must-run nvlink should be one of gpu, nccl"),
     ],
 )
 def test_it_is_told_on_stderr_with_exit_code_2(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,7 @@ class Clock:
     """A clock on which a gradient of few examples takes ``seconds``, and nothing else any time."""
 
     def __init__(self, seconds: float) -> None:
-        self.now, self.seconds = 1000.0, seconds
+        self.now, self.seconds = time.monotonic(), seconds  # the check reads the real one too
 
     def monotonic(self) -> float:
         return self.now
