@@ -38,6 +38,11 @@ def reduces_each_gradient(model: nn.Module, shard: Any, rank: Rank) -> None:
     average(model, rank.world_size)
 
 
+def adds_up_each_gradient(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    average(model, 1)
+
+
 def reduces_one_buffer(model: nn.Module, shard: Any, rank: Rank) -> None:
     squares(model, shard).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -98,7 +103,7 @@ CASES_WITH_STEPS: list[tuple[Case, Step]] = [
     (case("1x5", shards="own"), test_data.pads),
     (case("2x2"), test_reductions.wraps_in_the_group_of_the_node),
     (case("2x2"), test_reductions.reduces_in_the_group_of_the_node),
-    (case(model=test_random_numbers.Latent), reduces_each_gradient),
+    (case(model=test_random_numbers.Latent), adds_up_each_gradient),
     (case(model=test_random_numbers.Centred), wraps_with_several_buckets),
     (
         case(model=test_numbers.TwoHeads, loss=test_numbers.with_small_head),
