@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,12 +16,12 @@ from torch import nn
 from ddp_equivalence.measurement.code_lines import is_users
 from ddp_equivalence.observed_scripts.query import STATE
 
-MOST = 200
+MOST, MOST_PARTS = 200, 20
 
 
 def held_in_python(module: nn.Module) -> dict[str, str]:
-    """The states of generators, and the numbers in variables, in attributes of objects in
-    variables, and in those of the module that is called: each as a text that is short.
+    """The states of generators, and the numbers in variables, in what objects, dicts and lists in
+    variables hold, and in attributes of the module that is called: each as a text that is short.
     """
     found = dict[str, str]()
     for name, value in _values(module):
@@ -35,15 +37,29 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, inner in module.named_modules():
         if not type(inner).__module__.startswith("torch."):
             for attribute, value in vars(inner).items():
-                yield f"{type(module).__name__}.{name}.{attribute}".replace("..", "."), value
+                where = f"{type(module).__name__}.{name}.{attribute}".replace("..", ".")
+                yield from _with_parts(where, value, deep=2)
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if is_users(frame.f_code.co_filename):
             for name, value in list(frame.f_locals.items()):
-                yield name, value
-                for attribute, inside in getattr(value, "__dict__", {}).items():
-                    if _is_of_users(type(value)):
-                        yield f"{name}.{attribute}", inside
+                yield from _with_parts(name, value, deep=3)
+
+
+def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
+    yield name, value
+    parts: Iterable[tuple[Any, Any]] = ()
+    is_object = _is_of_users(type(value))
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | deque):
+        parts = enumerate(value)
+    elif is_object:
+        parts = getattr(value, "__dict__", {}).items()
+    for key, one in list(islice(parts, MOST_PARTS)) if deep else ():
+        if isinstance(key, str | int):
+            where = f".{key}" if is_object else f"[{key!r}]"
+            yield from _with_parts(name + where, one, deep - 1)
 
 
 def _is_of_users(kind: type) -> bool:

@@ -52,7 +52,18 @@ def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None
     assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 2, str(found)
 
 
-def test_what_a_script_holds_in_python_is_named_where_it_differs() -> None:
-    found = observed("varying.py", "by_rank")
-    assert found.outcome == "unknown"
-    assert "in another state there: of_rank (" in " ".join(found.verdict.reason.split())
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("by_rank", "of_rank"),
+        ("attribute own_mean", "mean_length"),
+        ("own_average", "trainer.balance.average['output']"),
+        ("own_last", "trainer.last[1]"),
+    ],
+)
+def test_what_a_script_holds_in_python_is_named_where_it_differs(words: str, name: str) -> None:
+    found = observed("varying.py", *words.split())
+    wrong = [one for one in found.verdicts if one.outcome != "same"]
+    assert [one.outcome for one in wrong] == ["unknown"] * len(wrong), str(found)
+    assert wrong
+    assert f"{name} (" in wrong[0].reason.partition("in another state there: ")[2], str(found)

@@ -12,6 +12,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
+class Balance:
+    def __init__(self):
+        self.average = {"output": 1.0}
+
+    def moved(self, loss):
+        held = self.average["output"]
+        self.average["output"] = 0.7 * held + 0.3 * loss
+        return held
+
+
+class Trainer:
+    def __init__(self):
+        self.balance = Balance()
+        self.last = [1.0, 1.0]
+
+    def moved(self, loss):
+        self.last = [*self.last[1:], loss]
+        return self.last[0]
+
+
 class Net(nn.Module):
     def __init__(self, dropped):
         super().__init__()
@@ -56,7 +76,7 @@ def train(options):
     sampler = DistributedSampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     weights = list(net.parameters())
-    mean_length, kept = 1.0, []
+    mean_length, kept, trainer = 1.0, [], Trainer()
     torch.manual_seed(dist.get_rank())
     for number, (inputs, targets) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
         if "two_steps" in options and number == 2:
@@ -99,6 +119,10 @@ def train(options):
                 loss = loss + output[:, draw()].square().mean()
         if "by_rank" in options:
             loss = loss + output[:, of_rank.randrange(3)].square().mean()
+        if "own_average" in options:
+            loss = loss + output.square().mean() / trainer.balance.moved(loss.item())
+        if "own_last" in options:
+            loss = loss + output.square().mean() / trainer.moved(loss.item())
         if "uneven" in options:
             loss = loss * (1 + 0.1 * dist.get_rank())
         if by_hand:
