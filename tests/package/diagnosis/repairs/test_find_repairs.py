@@ -61,6 +61,12 @@ def request_of() -> Request:
     return read_request(case, step, {"backend": "gloo"})
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier tests of this process have taken nothing of the time that it may spend."""
+    monkeypatch.setattr(module, "_spent", 0.0)
+
+
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of each search for repairs, which finds nothing."""
@@ -71,7 +77,6 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return Tried()
 
     monkeypatch.setattr(module, "try_edits", nothing)
-    monkeypatch.setattr(module, "_spent", 0.0)
     return seconds
 
 
@@ -151,7 +156,6 @@ def test_a_right_edit_counts_as_tried_only_if_there_is_time_to_verify_it(
         propose(LocalsSeen({__file__: {shared, own}}))
         return Tried(right=(0, 1), count=9, of=9)
 
-    monkeypatch.setattr(module, "_spent", 0.0)
     monkeypatch.setattr(module, "try_edits", both)
     monkeypatch.setattr(module, "leaves_the_big_batch", lambda *_: True)
     monkeypatch.setattr(module, "may_change", lambda *_: True)
@@ -243,7 +247,6 @@ def own_shards(model: nn.Module, batch: Any, rank: Rank) -> None:
 def test_a_repair_is_found(
     step: Any, case: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_spent", 0.0)
     verdict = judged(step, case, **options)
     assert verdict.outcome == "different"
     assert verdict.repairs.found, verdict.full_report()
