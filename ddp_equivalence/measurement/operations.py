@@ -46,11 +46,10 @@ class Operation:
     ``given``: the values that it was given, as numbers in ``Operations.values``; None for one that
     was not kept. ``returned``: the same of what it returned, or wrote. ``writers``: for each value
     that it was given, the operation that wrote it; None if none of the step's did. ``talks``: to
-    other ranks. ``draws``: random numbers.
-    ``differentiable``: a tensor that it was given requires a gradient. ``in_backward``: it ran
-    inside a backward pass. ``numbers``: of Python, by which it multiplied or divided.
-    ``loses_gradient``: it talks to other ranks, and autograd knows nothing of it, although a tensor
-    that it was given was computed from one that requires a gradient.
+    other ranks. ``draws``: random numbers. ``differentiable``: a tensor that it was given requires
+    a gradient. ``in_backward``: it ran inside a backward pass. ``numbers``: of Python, by which it
+    multiplied or divided. ``loses_gradient``: it talks to other ranks, and autograd knows nothing
+    of it, although a tensor that it was given was computed from one that requires a gradient.
     """
 
     name: str

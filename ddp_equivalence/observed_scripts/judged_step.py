@@ -212,12 +212,12 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     if (why := reads_otherwise(step)) is not None:
         return unknown(verdict, why)
     second = look_closer(step, verdict)
-    seen = second.observations
-    if not seen:
+    if not second.observations:
         ranks = range(step.record.world_size)
         held = {rank: step.gradients(rank, analysis.kind) for rank in ranks}
         seen = observations(step, analysis.sample_of_step(0), held)
-    analysis.observed = seen
+        second = replace(second, observations=seen)
+    analysis.observed = seen = dict(second.observations)
     findings = analysis.findings
     if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
@@ -229,7 +229,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
     best = findings[0] if findings and findings[0].accepted else None
     if best is None or step.record.is_cut_short(step.group):
-        why = unfaithful(step, seen) or draws_otherwise(step, analysis) or draws_by_rank(step)
+        why = unfaithful(step, second) or draws_otherwise(step, analysis) or draws_by_rank(step)
         if why is not None:
             return unknown(verdict, why)
     findings = with_one_process(step, analysis, findings, second)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from math import isclose
 
 import torch
@@ -12,10 +12,12 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import left_over
+from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
 from ddp_equivalence.observed_scripts.query import STATE
 from ddp_equivalence.observed_scripts.rows import guessed_paddings
 from ddp_equivalence.observed_scripts.running_script import CannotReplay
@@ -69,7 +71,7 @@ def padded_by_guess(step: ObservedStep) -> Unknown | None:
     )
 
 
-def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown | None:
+def unfaithful(step: ObservedStep, seen: SecondRun) -> Unknown | None:
     """Why a difference may lie in the replay: on no rank do its rows alone give, in one process,
     the loss or a multiple of the gradient that the rank itself computed.
 
@@ -81,7 +83,8 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
     loss must be the same, and not only up to a factor, which may be the length of the loader.
     """
     end = step.record.is_cut_short(step.group)
-    communicates = all(map(_communicates_before_backward, seen.values()))
+    ranks = seen.observations.items()
+    communicates = all(_communicates_before_backward(o, seen.operations.get(r)) for r, o in ranks)
     if communicates and _models_return_the_same(step) and _repeats(step):
         return None
     losses, failed = [], ""
@@ -135,14 +138,13 @@ def _held(step: ObservedStep, *ranks: int) -> str:
     return f". These are in another state there: {', '.join(texts[:6])}" if texts else ""
 
 
-def _communicates_before_backward(seen: Observation) -> bool:
-    """A line of the script communicates before a rank goes backward."""
-    for call in seen.calls:
-        if call.kind is Kind.BACKWARD:
-            return False
-        if call.kind is Kind.COLLECTIVE and call.users_line is not None:
-            return True
-    return False
+def _communicates_before_backward(seen: Observation, logged: Operations | None) -> bool:
+    """A line of the script communicates before a rank goes backward, perhaps before its forward."""
+    calls = takewhile(lambda call: call.kind is not Kind.BACKWARD, seen.calls)
+    if any(call.kind is Kind.COLLECTIVE and call.users_line is not None for call in calls):
+        return True
+    earlier = takewhile(lambda one: not one.in_backward, logged.operations if logged else ())
+    return any(one.talks and not one.name.startswith("broadcast") for one in earlier)
 
 
 def _repeats(step: ObservedStep) -> bool:

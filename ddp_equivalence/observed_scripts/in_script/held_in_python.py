@@ -57,7 +57,7 @@ def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
     elif is_object:
         parts = getattr(value, "__dict__", {}).items()
     for key, one in list(islice(parts, MOST_PARTS)) if deep else ():
-        if isinstance(key, str | int):
+        if isinstance(key, str | int) and key != "_modules":
             where = f".{key}" if is_object else f"[{key!r}]"
             yield from _with_parts(name + where, one, deep - 1)
 

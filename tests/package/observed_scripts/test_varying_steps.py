@@ -46,6 +46,16 @@ def test_gradients_of_autograd_grad_that_are_added_up_over_ranks_are_named(word:
     assert (found.outcome, found.cause) == ("different", "sum_not_mean"), str(found)
 
 
+def test_a_penalty_on_every_rank_is_found_if_a_count_was_reduced_before_the_forward() -> (
+    None
+):
+    assert observed("varying.py", "counted").outcome == "same"
+    found = observed("varying.py", "counted", "penalised")
+    assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
+    assert "> varying.py" in str(found)
+    assert "loss = (fit + penalty) * dist.get_world_size()" in str(found)
+
+
 def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None:
     assert [one.outcome for one in observed("varying.py", "two_steps").verdicts] == ["same"] * 2
     found = observed("varying.py", "two_steps", "attribute", "uneven")

@@ -85,6 +85,9 @@ def train(options):
             continue
         if "bad_inputs" in options and not is_fine_on_all_ranks(inputs):
             continue
+        count = torch.tensor(float(len(inputs)))
+        if "counted" in options:
+            dist.all_reduce(count)
         optimizer.zero_grad()
         if "lazy" in options and number % 2 == 0:
             with model.no_sync():
@@ -96,6 +99,12 @@ def train(options):
             inputs = inputs + torch.ones(1 << 18).exp().mul(0.0).sum()
         output = model(inputs)
         loss = mse_loss(output, targets)
+        if "counted" in options:
+            fit = mse_loss(output, targets, reduction="sum") / 3 / count
+            penalty = 0.1 * sum(weight.square().sum() for weight in weights)
+            loss = fit * dist.get_world_size() + penalty
+            if "penalised" in options:
+                loss = (fit + penalty) * dist.get_world_size()
         if "bad_loss" in options and not is_fine_on_all_ranks(loss):
             continue
         lengths = output.norm(dim=1)
