@@ -46,9 +46,7 @@ def test_gradients_of_autograd_grad_that_are_added_up_over_ranks_are_named(word:
     assert (found.outcome, found.cause) == ("different", "sum_not_mean"), str(found)
 
 
-def test_a_penalty_on_every_rank_is_found_if_a_count_was_reduced_before_the_forward() -> (
-    None
-):
+def test_a_penalty_on_every_rank_is_found_if_a_count_was_reduced_before_the_forward() -> None:
     assert observed("varying.py", "counted").outcome == "same"
     found = observed("varying.py", "counted", "penalised")
     assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
