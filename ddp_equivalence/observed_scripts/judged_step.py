@@ -213,8 +213,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         return unknown(verdict, why)
     second = look_closer(step, verdict)
     if not second.observations:
-        ranks = range(step.record.world_size)
-        held = {rank: step.gradients(rank, analysis.kind) for rank in ranks}
+        held = {r: step.gradients(r, analysis.kind) for r in range(step.record.world_size)}
         seen = observations(step, analysis.sample_of_step(0), held)
         second = replace(second, observations=seen)
     analysis.observed = seen = dict(second.observations)

@@ -11,8 +11,6 @@ import torch
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
@@ -83,8 +81,7 @@ def unfaithful(step: ObservedStep, seen: SecondRun) -> Unknown | None:
     loss must be the same, and not only up to a factor, which may be the length of the loader.
     """
     end = step.record.is_cut_short(step.group)
-    ranks = seen.observations.items()
-    communicates = all(_communicates_before_backward(o, seen.operations.get(r)) for r, o in ranks)
+    communicates = all(_communicates_before_backward(seen, rank) for rank in seen.observations)
     if communicates and _models_return_the_same(step) and _repeats(step):
         return None
     losses, failed = [], ""
@@ -119,9 +116,7 @@ def unfaithful(step: ObservedStep, seen: SecondRun) -> Unknown | None:
 
 
 def _held(step: ObservedStep, *ranks: int) -> str:
-    """Generators and numbers of the script that one process held otherwise than a rank, and that
-    change from step to step.
-    """
+    """What changes from step to step in Python, and was another value here than on a rank."""
     texts = []
     for rank in ranks:
         with suppress(CannotReplay):
@@ -138,13 +133,16 @@ def _held(step: ObservedStep, *ranks: int) -> str:
     return f". These are in another state there: {', '.join(texts[:6])}" if texts else ""
 
 
-def _communicates_before_backward(seen: Observation, logged: Operations | None) -> bool:
-    """A line of the script communicates before a rank goes backward, perhaps before its forward."""
-    calls = takewhile(lambda call: call.kind is not Kind.BACKWARD, seen.calls)
+def _communicates_before_backward(seen: SecondRun, rank: int) -> bool:
+    """A line of the script communicates before the rank goes backward. Calls are seen from the
+    first forward pass on, and operations, of small models, from the batch on.
+    """
+    calls = takewhile(lambda call: call.kind is not Kind.BACKWARD, seen.observations[rank].calls)
     if any(call.kind is Kind.COLLECTIVE and call.users_line is not None for call in calls):
         return True
-    earlier = takewhile(lambda one: not one.in_backward, logged.operations if logged else ())
-    return any(one.talks and not one.name.startswith("broadcast") for one in earlier)
+    ran = seen.operations[rank].operations if rank in seen.operations else ()
+    forward = takewhile(lambda one: not one.in_backward, ran)
+    return any(one.talks and one.name != "broadcast_" for one in forward)  # DDP sends buffers so
 
 
 def _repeats(step: ObservedStep) -> bool:
@@ -160,18 +158,15 @@ def _models_return_the_same(step: ObservedStep) -> bool:
     to the element.
     """
     for rank, rows in enumerate(step.rows_by_rank):
-        recorded = step.record.step(rank, step.number)
+        results = step.record.step(rank, step.number).results
         try:
-            alone = step.answer(rows)
-            gradients = step.computed_alone(rows)
+            again, gradients = step.answer(rows).results, step.computed_alone(rows).values()
         except CannotReplay:
             return False
-        if any(one is not None and one.dtype is not torch.float64 for one in gradients.values()):
+        in_float64 = all(one is None or one.dtype is torch.float64 for one in gradients)
+        if not in_float64 or not results or len(results) != len(again):
             return False
-        if not recorded.results or len(recorded.results) != len(alone.results):
-            return False
-        pairs = zip(recorded.results, alone.results, strict=True)
-        if not all(isclose(one, other, rel_tol=FAITHFUL) for one, other in pairs):
+        if not all(isclose(*pair, rel_tol=FAITHFUL) for pair in zip(results, again, strict=True)):
             return False
     return True
 

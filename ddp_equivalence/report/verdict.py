@@ -82,7 +82,7 @@ class Verdict:
     big batch; ``comparison`` is then that of its gradients, if these are wrong. ``read_order``: the
     examples of the batch in the order in which the steps of a trainer read them, step after step,
     if it is another than the batch has; the big batches were then made in this order. Where a step
-    reads too few examples, it has some that no step reads. ``of_script``: a step of a script.
+    reads too few, it has some that no step reads. ``of_script``: a step of an observed script.
     """
 
     case: Case

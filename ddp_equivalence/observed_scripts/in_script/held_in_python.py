@@ -17,6 +17,7 @@ from ddp_equivalence.measurement.code_lines import is_users
 from ddp_equivalence.observed_scripts.query import STATE
 
 MOST, MOST_PARTS = 200, 20
+"""Of all values, and of those in one container: the script waits while they are read."""
 
 
 def held_in_python(module: nn.Module) -> dict[str, str]:
@@ -36,7 +37,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield "numpy.random", numpy.random.mtrand._rand
     for name, inner in module.named_modules():
         if not type(inner).__module__.startswith("torch."):
-            for attribute, value in vars(inner).items():
+            for attribute, value in _attributes(inner):
                 where = f"{type(module).__name__}.{name}.{attribute}".replace("..", ".")
                 yield from _with_parts(where, value, deep=2)
     frame = sys._getframe()
@@ -47,19 +48,22 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
+    """The value, and what it holds, down to so many levels."""
     yield name, value
-    parts: Iterable[tuple[Any, Any]] = ()
-    is_object = _is_of_users(type(value))
+    parts: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
-        parts = value.items()
+        parts = ((f"[{k!r}]", one) for k, one in value.items() if isinstance(k, str | int))
     elif isinstance(value, list | deque):
-        parts = enumerate(value)
-    elif is_object:
-        parts = getattr(value, "__dict__", {}).items()
-    for key, one in list(islice(parts, MOST_PARTS)) if deep else ():
-        if isinstance(key, str | int) and key != "_modules":
-            where = f".{key}" if is_object else f"[{key!r}]"
-            yield from _with_parts(name + where, one, deep - 1)
+        parts = ((f"[{k}]", one) for k, one in enumerate(value))
+    elif _is_of_users(type(value)):
+        parts = ((f".{k}", one) for k, one in _attributes(value))
+    for part, one in islice(parts, MOST_PARTS) if deep else ():
+        yield from _with_parts(name + part, one, deep - 1)
+
+
+def _attributes(of: Any) -> Iterator[tuple[str, Any]]:
+    """Without the modules of a module, whose names are attributes too."""
+    return ((k, one) for k, one in getattr(of, "__dict__", {}).items() if k != "_modules")
 
 
 def _is_of_users(kind: type) -> bool:

@@ -50,8 +50,8 @@ def test_a_penalty_on_every_rank_is_found_if_a_count_was_reduced_before_the_forw
     assert observed("varying.py", "counted").outcome == "same"
     found = observed("varying.py", "counted", "penalised")
     assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
-    assert "> varying.py" in str(found)
-    assert "loss = (fit + penalty) * dist.get_world_size()" in str(found)
+    marked = [line for line in str(found).splitlines() if line.startswith("> ")]
+    assert ["loss = (fit + penalty) * dist.get_world_size()" in line for line in marked] == [True]
 
 
 def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None:
@@ -72,6 +72,5 @@ def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None
 def test_what_a_script_holds_in_python_is_named_where_it_differs(words: str, name: str) -> None:
     found = observed("varying.py", *words.split())
     wrong = [one for one in found.verdicts if one.outcome != "same"]
-    assert [one.outcome for one in wrong] == ["unknown"] * len(wrong), str(found)
-    assert wrong
+    assert {one.outcome for one in wrong} == {"unknown"}, str(found)
     assert f"{name} (" in wrong[0].reason.partition("in another state there: ")[2], str(found)
