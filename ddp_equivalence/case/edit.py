@@ -91,7 +91,3 @@ class Edit:
     end: int
     text: str
     kind: EditKind
-
-    def applied_to(self, source: bytes) -> bytes:
-        """The file's bytes after the edit."""
-        return source[: self.start] + self.text.encode() + source[self.end :]

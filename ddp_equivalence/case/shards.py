@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,12 +26,6 @@ class Shards:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(len(indices) for indices in self.indices)
-
-    @property
-    def is_partition(self) -> bool:
-        """True if every example of the big batch is on exactly one rank."""
-        counts = Counter(index for indices in self.indices for index in indices)
-        return counts == dict.fromkeys(range(self.examples), 1)
 
 
 def _equal(examples: int, world_size: int) -> tuple[int, ...]:

@@ -43,11 +43,6 @@ def in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Ten
     return {(0, name): tensor for name, tensor in by_name.items()}
 
 
-def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """The gradient of every parameter."""
-    return {name: parameter.grad for name, parameter in parameters.items()}
-
-
 def weights_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """A copy of every parameter."""
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -73,9 +73,8 @@ def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
     recorded = step.record.step(0, step.number)
     ranks = step.record.world_size
     place = recorded.backward_at[-1] if recorded.backward_at else Place()
-    apart = any(
-        step.record.step(rank, step.number).weights != recorded.weights for rank in range(ranks)
-    )
+    weights = [step.record.step(rank, step.number).weights for rank in range(ranks)]
+    apart = any(one.get(name) != weights[0].get(name) for one in weights for name in names)
     more = ", and the ranks begin with different weights" if apart else ""
     yield Finding(
         cause="no_all_reduce",

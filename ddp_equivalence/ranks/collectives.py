@@ -86,28 +86,18 @@ _sends: list[Collective] = []
 _left_out: dict[str, set[int]] = {}
 """Dump function -> the numbers of the records that are the suite's own, and no step's."""
 
-_ours_run = False
-
 
 @contextmanager
 def of_the_suite() -> Iterator[None]:
     """The block issues collectives that are the suite's own: no evidence of a step has them."""
-    global _ours_run
-    before, outer = _newest_recorded(), _ours_run
-    _ours_run = True
+    before = _newest_recorded()
     try:
         with nobody_listening():
             yield
     finally:
-        _ours_run = outer
         for function, newest in _newest_recorded().items():
             new = range(before.get(function, -1) + 1, newest + 1)
             _left_out.setdefault(function, set()).update(new)
-
-
-def ours_run() -> bool:
-    """True inside ``of_the_suite``."""
-    return _ours_run
 
 
 def _newest_recorded() -> dict[str, int]:

@@ -93,16 +93,6 @@ def trials(strategy: str) -> tuple[Trial, ...]:
     return tuple(sorted(chosen, key=lambda trial: order.index(trial.case.layout)))
 
 
-def cases(promise_of: str) -> tuple[Trial, ...]:
-    """The trials on which the strategy promises the gradient of the big batch."""
-    return tuple(trial for trial in trials(promise_of) if trial.cause is None)
-
-
-def known_differences(of: str) -> tuple[Trial, ...]:
-    """The trials on which the strategy is known to differ from the big batch, for a known cause."""
-    return tuple(trial for trial in trials(of) if trial.cause is not None)
-
-
 def go_together(model: CatalogueModel, loss: CatalogueLoss) -> bool:
     """True if the loss takes the model's outputs, and a difference can have only one cause."""
     if model.output != loss.output:

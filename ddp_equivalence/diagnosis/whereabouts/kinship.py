@@ -105,13 +105,8 @@ class Related:
     by: frozenset[Selection] = field(default_factory=frozenset)
 
 
-def kinship(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Kinship:
-    """How the values of the ranks are related to that of one rank alone."""
-    return related(by_rank, alone, deal).how
-
-
 def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
-    """The same, with the selections that show it."""
+    """How the values of the ranks are related to that of one rank alone, and what shows it."""
     whole = alone.tensor
     parts = [one.tensor for one in by_rank]
     if any(bool(one.isnan().any()) for one in (whole, *parts)):

@@ -26,6 +26,11 @@ class AskedQueries:
         """Compute this one instead of the last that came."""
         self._begun[-1] = query
 
+    @property
+    def now(self) -> Query:
+        """The first that is not answered yet."""
+        return self.query(self._line.answered)
+
     def of_batch(self, batch: int) -> tuple[Query, int]:
         """The query to which a batch belongs, and its place there."""
         number, place = self._place_of(batch)

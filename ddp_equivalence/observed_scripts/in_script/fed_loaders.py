@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
+from ddp_equivalence.observed_scripts.query import Query
 from ddp_equivalence.observed_scripts.recorded_step import (
     Epoch,
     StepReader,
@@ -18,13 +19,14 @@ from ddp_equivalence.observed_scripts.told import Told
 
 class FedLoaders:
     """``loaders``: those of this process, which iterates over the same ones as the ranks did.
-    ``batches``: how many each has yielded by now, by its number.
+    ``batches``: the number of the batch that each yields next, by the number of the loader.
     """
 
     def __init__(self, told: Told, loaders: Loaders, asked: AskedQueries) -> None:
         self._told, self._loaders, self._asked = told, loaders, asked
         self.batches: dict[int, int] = {}
         self._has_told = False
+        self._fed = set[bool]()
 
     @cached_property
     def in_order(self) -> tuple[int, ...]:
@@ -37,12 +39,38 @@ class FedLoaders:
         return StepReader(rank_folder(self._told.folder, 0), 0).step.epoch
 
     def is_fed(self, loader: int) -> bool:
-        """The loader with this number yields rows of the record."""
+        """The loader with this number yields rows of the query that is computed now."""
+        return self._trains(loader) and self._has(self._asked.now, loader)
+
+    def feeds(self, loader: int) -> bool:
+        """The same, of a batch that it is about to yield for the step in progress."""
+        is_fed = self.is_fed(loader)
+        if self._trains(loader):
+            self._fed.add(is_fed)
+        return is_fed
+
+    @property
+    def passes_by(self) -> bool:
+        """The step in progress is of a phase that has another loader than that of the query."""
+        return self._fed == {False}
+
+    def passes_on(self) -> bool:
+        """``passes_by``, of the step that ends here."""
+        passes_by, self._fed = self.passes_by, set()
+        return passes_by
+
+    def _trains(self, loader: int) -> bool:
         return self._told.feed == "loader" and loader in self.in_order
 
+    def _has(self, query: Query, loader: int) -> bool:
+        read = _loaders_of(self._told.folder, query.ranks[0], query.steps)
+        return self.in_order.index(loader) in read
+
     def next_batch(self, loader: int) -> int:
-        """The number of the batch that a loader yields now, among all that it does."""
+        """The number of the batch that a loader yields now, among those of all queries."""
         batch = self.batches.get(loader, 0)
+        while not self._has(query := self._asked.of_batch(batch)[0], loader):
+            batch += len(query.micro_batches)
         self.batches[loader] = batch + 1
         return batch
 
@@ -71,3 +99,10 @@ class FedLoaders:
             return False
         in_query = self._has_told and self._asked.crosses(first + self._epoch.batches, batch)
         return in_query or self._asked.ends_epoch_before(batch)
+
+
+@cache
+def _loaders_of(folder: str, rank: int, steps: tuple[int, ...]) -> frozenset[int]:
+    """Those that a rank read from in these steps, numbered in the order of their training."""
+    read = (StepReader(rank_folder(folder, rank), step).step.batches for step in steps)
+    return frozenset(loader for batches in read for loader, _ in batches)

@@ -63,14 +63,9 @@ class Replayer(Watch):
         register_optimizer_step_post_hook(self._step_as_the_ranks)
 
     @property
-    def _done(self) -> int:
-        """The number of queries that have been answered."""
-        return self._line.answered
-
-    @property
     def _now(self) -> tuple[Query, int]:
         """The query that is being computed, and the recorded step in it."""
-        query = self._asked.query(self._done)
+        query = self._asked.now
         return query, query.steps[min(len(self._answers), len(query.steps) - 1)]
 
     @property
@@ -81,6 +76,9 @@ class Replayer(Watch):
 
     def ends_step(self) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
+        if self._fed_loaders.passes_on():
+            self.now = StepInProgress()
+            return
         query, number = self._now
         record = self._reader(query.ranks[0], number)
         if len(self.now.optimizers) < len(record.step.optimizers):
@@ -92,7 +90,7 @@ class Replayer(Watch):
             self._nudged_inside = None
         self._end_log()
         # The script may be started several times, and be asked the same more than once.
-        name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
+        name = f"{query.number}-{os.getpid()}-{self._line.answered}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
         if query.state.next_step is not None:
@@ -147,7 +145,8 @@ class Replayer(Watch):
 
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""
-        if query.keep and not self._answers and (asked := keep(query, self._line)) is not None:
+        is_first = not self._answers and not self._fed_loaders.passes_by
+        if query.keep and is_first and (asked := keep(query, self._line)) is not None:
             self._asked.replace_last(asked)
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
@@ -184,7 +183,7 @@ class Replayer(Watch):
         return self._generators.off()
 
     def _batch(self, loader: int, native: Any) -> Any:
-        if not self._fed_loaders.is_fed(loader):
+        if not self._fed_loaders.feeds(loader):
             return native
         position = self._fed_loaders.next_batch(loader)
         self._keep(self._asked.of_batch(position)[0])
@@ -260,7 +259,7 @@ class Replayer(Watch):
         if self._operations is None:
             return
         if self._operations.stop():
-            path = self._line.folder / f"operations-{os.getpid()}-{self._done}.pickle"
+            path = self._line.folder / f"operations-{os.getpid()}-{self._line.answered}.pickle"
             self._operations.write(path, self.names.modules[self._now[0].logged])
             self._logged = str(path)
         self._operations = None

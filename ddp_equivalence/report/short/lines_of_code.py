@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
 MOST_LINES = 3
-LONGEST_SOURCE = 60
-"""Longer source is cut where a note is to stand at its side."""
 
 
 def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]:

@@ -24,8 +24,27 @@ def test_state_that_each_rank_moves_by_its_own_rows_is_a_difference(kind: str, l
 
 
 @pytest.mark.parametrize(
-    "kind", ["codebook", "centre", "normalised", "teacher", "late", "scheduled"]
+    ("kind", "line"),
+    [
+        ("codebook", "self.codes.add_(moved, alpha=0.5)"),
+        ("centre", "self.codes[0] = 0.5 * centre + 0.5 * self.mean(values.detach())"),
+        ("late", "self.codes.add_(moved, alpha=0.5)"),
+        ("loss", "self.center = 0.5 * self.center + 0.5 * self.mean(values)"),
+    ],
 )
-def test_state_that_is_reduced_or_follows_the_weights_is_right(kind: str) -> None:
-    found = observed("moving_state.py", kind, "reduced")
+def test_such_state_in_a_plain_tensor_is_a_difference(kind: str, line: str) -> None:
+    """DDP sends buffers from rank 0 to all ranks, and no other tensors."""
+    found = observed("moving_state.py", kind, "plain")
+    outcomes = [verdict.outcome for verdict in found.verdicts]
+    assert outcomes == ["same", "different", "different"], str(found)
+    assert found.cause == "buffers_differ_between_ranks", str(found)
+    assert source_of_fault(found) == line
+
+
+@pytest.mark.parametrize(
+    "kind", ["codebook", "centre", "normalised", "teacher", "late", "scheduled", "loss", "keeps"]
+)
+@pytest.mark.parametrize("how", ["buffer", "plain"])
+def test_state_that_is_reduced_or_follows_the_weights_is_right(kind: str, how: str) -> None:
+    found = observed("moving_state.py", kind, "reduced", how)
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3, str(found)

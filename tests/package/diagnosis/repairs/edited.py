@@ -43,4 +43,5 @@ def sources(
 
 
 def applied(edit: Edit, source: str) -> str:
-    return edit.applied_to(source.encode()).decode()
+    encoded = source.encode()
+    return (encoded[: edit.start] + edit.text.encode() + encoded[edit.end :]).decode()

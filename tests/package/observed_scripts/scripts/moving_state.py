@@ -1,4 +1,6 @@
-"""Trains models with state that no gradient reaches. ``reduced``: the ranks reduce its changes."""
+"""Trains models with state that no gradient reaches. ``reduced``: the ranks reduce its changes.
+``plain``: the models keep it in tensors that are no buffers.
+"""
 
 import copy
 
@@ -102,8 +104,55 @@ class Scheduled(Late):
         self.codes.lerp_(before, 1 / self.count)
 
 
+class Centers(nn.Module):
+    """A loss without a parameter, whose tensor is another one after each step."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.mean, self.center = mean, torch.zeros(4)
+
+    def forward(self, values):
+        return (torch.tanh(values) - self.center).square().mean()
+
+    def move(self, values):
+        self.center = 0.5 * self.center + 0.5 * self.mean(values)
+
+
+class Loss(Codebook):
+    """The loss is a module of its own."""
+
+    def __init__(self, reduces):
+        super().__init__(reduces)
+        self.loss = [Centers(self.mean)]  # no part of the model
+
+    def forward(self, inputs):
+        self.values = self.layer(inputs)
+        return self.values
+
+    def follow(self):
+        self.loss[0].move(self.values.detach())
+
+
+class Keeps(Codebook):
+    """Keeps what it computes and reads, and another view of its weights: nothing that decides."""
+
+    def __init__(self, reduces):
+        super().__init__(reduces)
+        self.flat, self.rows = self.layer.weight.data.view(-1), torch.zeros(4, 6)
+
+    def forward(self, inputs):
+        self.rows, self.values = inputs, self.layer(inputs)
+        self.hidden, self.norm = self.values.detach(), self.flat.norm()
+        if not hasattr(self, "mask"):
+            self.mask = torch.arange(4)
+        loss = (self.values * self.mask).square().mean()
+        self.loss_value = loss.detach()
+        return loss
+
+
 KINDS = {
-    one.__name__.lower(): one for one in (Codebook, Centre, Normalised, Teacher, Late, Scheduled)
+    one.__name__.lower(): one
+    for one in (Codebook, Centre, Normalised, Teacher, Late, Scheduled, Loss, Keeps)
 }
 
 
@@ -112,11 +161,16 @@ def train(options):
     data = TensorDataset(torch.randn(48, 6))
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
     model = KINDS[options[0]]("reduced" in options)
+    for name in [*model._buffers] if "plain" in options else ():
+        setattr(model, name, model._buffers.pop(name))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for (inputs,) in loader:
         optimizer.zero_grad()
-        ddp(inputs).backward()
+        result = ddp(inputs)
+        if hasattr(model, "loss"):
+            result = model.loss[0](result)
+        result.backward()
         optimizer.step()
         if hasattr(model, "follow"):
             model.follow()
