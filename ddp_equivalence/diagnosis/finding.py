@@ -36,8 +36,8 @@ class Finding:
     cause: str
     sentence: str
     look_at: str
-    unexplained: float | None
-    accepted: bool
+    unexplained: float | None = None
+    accepted: bool = False
     would_show: bool = True
     fits: bool = False
     detail: str = ""
@@ -69,8 +69,6 @@ def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
         cause=hypothesis.name,
         sentence=hypothesis.sentence,
         look_at=hypothesis.look_at,
-        unexplained=None,
-        accepted=False,
         tell_apart=hypothesis.tell_apart,
         headline=hypothesis.headline,
     )
@@ -90,7 +88,6 @@ def finding_of_wrong_collectives(wrong: Sequence[str]) -> Finding:
         cause="collective_wrong",
         sentence="The collectives themselves give wrong answers here, whatever the step does.",
         look_at="the backend and its library, before the step: ddp-equivalence doctor tests them",
-        unexplained=None,
         accepted=True,
         fits=True,
         headline="the collectives themselves answer wrongly",

@@ -61,7 +61,6 @@ def with_race(
         cause=CAUSE,
         sentence=SENTENCE,
         look_at=LOOK_AT,
-        unexplained=None,
         accepted=True,
         fits=True,
         because=seen,

@@ -105,7 +105,6 @@ def finding_of_state(
         sentence="The gradients of the step are right, and the state that it leaves is not that of "
         "the big batch: buffers, or tensors that modules keep. The next gradient depends on them.",
         look_at="the lines that change this state: how often they run, and by which rows",
-        unexplained=None,
         accepted=True,
         fits=True,
         detail=f"these are off, relative to their norms: {text_of_buffers(beside)}",

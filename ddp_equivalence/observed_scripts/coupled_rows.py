@@ -61,7 +61,6 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
         "norms or a statistic of the batch, and every rank has only its own rows. The ranks "
         "compute and average rightly; no average over ranks is the gradient of one process",
         look_at="what the loss compares or divides by: gather it from all ranks, with its gradient",
-        unexplained=None,
         accepted=True,
         headline="the loss depends on rows together, and a rank has only its own",
         because="each rank computes what its rows give alone, and their average is right, but "

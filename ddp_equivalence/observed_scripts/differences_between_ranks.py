@@ -40,7 +40,6 @@ def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
         cause=ONLY_ON_SOME,
         sentence="a parameter of the optimizer is frozen on some ranks, and trained on others",
         look_at="requires_grad, which must be the same on all ranks before DDP wraps the model",
-        unexplained=None,
         accepted=True,
         headline=f"{named} is frozen on {where} only",
         because=f"requires_grad of {named} is False on {where} when the optimizer steps",
@@ -51,11 +50,7 @@ def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
 
 def _left_out_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
     """The optimizers of some ranks do not have a parameter that those of others have."""
-    by_rank = [
-        set(step.record.reader(rank, step.number).gradient_names("held/"))
-        | set(step.record.step(rank, step.number).without_gradient)
-        for rank in range(step.record.world_size)
-    ]
+    by_rank = _stepped_with(step, step.number)
     names = set[str]().union(*by_rank) - by_rank[0].intersection(*by_rank)
     if not names or not by_rank[0].intersection(*by_rank):
         return
@@ -68,12 +63,35 @@ def _left_out_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
         cause=ONLY_ON_SOME,
         sentence="a parameter is in the optimizer of some ranks, and in that of others it is not",
         look_at="what the optimizer is given: the same parameters on all ranks",
-        unexplained=None,
         accepted=True,
         headline=f"the optimizer of {where} does not have {named}",
         because=f"{named} is in the optimizer of other ranks",
         fix="give the optimizer the same parameters on all ranks.",
         lines=lines_at(place, f"makes the optimizer, on {where} without {named}"),
+    )
+
+
+def _stepped_with(step: ObservedStep, number: int) -> list[set[str]]:
+    """For each rank, the parameters with which its optimizers stepped in a step."""
+    readers = [step.record.reader(rank, number) for rank in range(step.record.world_size)]
+    return [{*one.gradient_names("held/"), *one.step.without_gradient} for one in readers]
+
+
+def other_optimizers_step(step: ObservedStep) -> Iterator[Finding]:
+    """No parameter is stepped with on all ranks, which in the first step had the same ones."""
+    first, now = _stepped_with(step, step.record.steps[0]), _stepped_with(step, step.number)
+    if any(names != first[0] for names in first) or now[0].intersection(*now):
+        return
+    places = [step.record.step(r, step.number).stepped_at for r in range(len(now))]
+    notes = [f"rank {r} steps with {_full(names)}" for r, names in enumerate(now)]
+    yield Finding(
+        cause="optimizers_differ_between_ranks",
+        sentence="an optimizer steps on some ranks, and on others it is left out",
+        look_at="what decides whether an optimizer steps, which must be the same on all ranks",
+        accepted=True,
+        headline="ranks step with different optimizers: " + "; ".join(notes),
+        fix="decide alike on all ranks, from values that are reduced over the ranks.",
+        lines=tuple(one for pair in zip(places, notes, strict=True) for one in lines_at(*pair)),
     )
 
 
@@ -114,7 +132,6 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
         sentence=f"{kind} that are not trained have other values on other ranks, and what the "
         "ranks compute depends on them",
         look_at=f"where {module} gets its {kind}: they must be the same on all ranks",
-        unexplained=None,
         accepted=True,
         headline=headline,
         because=f"{ranks_text(apart)} computed what one process, which has the {kind} of rank 0, "
@@ -148,8 +165,13 @@ def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
 
 
 def _named(step: ObservedStep, names: set[str]) -> str:
+    return _full({*map(step.short, names)})
+
+
+def _full(names: set[str]) -> str:
+    """One of them, with its module."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return step.short(min(names)) + more
+    return min(names).replace(":", ".") + more
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -109,7 +109,6 @@ class Ending:
             cause="ranks_wait_for_each_other",
             sentence="ranks wait for each other in different collectives, or for one that has left",
             look_at="what decides how many steps a rank makes: it must be the same on all ranks",
-            unexplained=None,
             accepted=True,
             headline=str(self),
             fix="let all ranks make the same steps: decide together when they stop, from values "

@@ -25,6 +25,7 @@ from ddp_equivalence.observed_scripts.as_case import (
 from ddp_equivalence.observed_scripts.beside_one_process import with_one_process
 from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
+    other_optimizers_step,
     tensors_differ_between_ranks,
 )
 from ddp_equivalence.observed_scripts.limited_by_hooks import limited_by_hooks
@@ -78,6 +79,12 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     differences are not explained.
     """
     kind = HELD if reduces_after_clipping(step) else BEFORE_CLIP
+    if step.before is not None and (parted := tuple(other_optimizers_step(step))):
+        last = _compared(script, step.before, kind)
+        if last.comparison is not None:
+            subject = f"{script.name}, after step {step.number} of {script.steps}"
+            last = replace(last, subject=subject, outcome="different", analysis=None)
+            return replace(last, cause=parted[0].cause, findings=parted)
     verdict = _with_draws_in_order(script, step, kind)
     if (why := against_an_idle_plant(step)) is not None:
         return unknown(verdict, why)

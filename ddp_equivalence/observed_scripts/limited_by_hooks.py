@@ -58,7 +58,6 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
         cause=clipped_before_reduce.NAME,
         sentence="Hooks limit the elements of each rank's own gradient before the average",
         look_at="Tensor.register_hook: a hook of a parameter runs before DDP reduces its gradient",
-        unexplained=None,
         accepted=True,
         headline="hooks clip each rank's gradient before the reduction",
         because="many elements of a rank's own gradient have the same, largest size; "

@@ -88,7 +88,8 @@ class Record:
             if reads or not groups:
                 groups.append([])
             groups[-1].append(number)
-        if len(groups) > 1 and len(groups[-1]) < len(groups[-2]):
+        is_short = len(groups) > 1 and len(groups[-1]) < len(groups[-2])
+        if is_short and len(set(self.steps_by_rank)) == 1:
             groups.pop()  # the script ended inside of it
         return tuple(map(tuple, groups))
 

@@ -41,7 +41,6 @@ def weights_part(step: ObservedStep) -> Iterator[Finding]:
         cause="optimizers_differ_between_ranks",
         sentence="ranks with the same weights and gradients make different updates",
         look_at="learning rates, options and state of the optimizer, which must not depend on rank",
-        unexplained=None,
         accepted=True,
         headline=f"weights are equal until step {number + 1}, in which the optimizers of the ranks "
         f"make different updates{found and f': {found}'}",

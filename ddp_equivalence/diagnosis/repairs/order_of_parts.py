@@ -63,19 +63,3 @@ def part_of_each(node: ast.Subscript, place: Place) -> Iterator[Change]:
                 yield place.replaced(node, f"{split}[:, {place.text(r)}].flatten(0, 1)")
         case _:
             return
-
-
-def pairs_dealt_in_turn(node: ast.Call, place: Place) -> Iterator[Change]:
-    """The halves of a batch were taken for its even and odd rows."""
-    match node, place.parent(node):
-        case (
-            ast.Call(
-                func=ast.Attribute(value=whole, attr="chunk"), args=[ast.Constant(value=int(n))]
-            ),
-            ast.Assign(targets=[ast.Tuple(elts=names)]),
-        ) if len(names) == n:
-            text = place.closed(whole)
-            parts = ", ".join(f"{text}[{index}::{n}]" for index in range(n))
-            yield place.replaced(node, parts)
-        case _:
-            return

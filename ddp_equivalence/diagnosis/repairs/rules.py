@@ -58,7 +58,6 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(EditKind.REQUIRES_GRAD, ast.Call, wraps.requires_grad),
     Rule(EditKind.SHARE_OF_A_TURN, ast.expr, micro_batches.share_of_a_turn),
     Rule(EditKind.ORDER_OF_PARTS, ast.Call, order_of_parts.parts_joined),
-    Rule(EditKind.ORDER_OF_PARTS, ast.Call, order_of_parts.pairs_dealt_in_turn),
     Rule(EditKind.ORDER_OF_PARTS, ast.Subscript, order_of_parts.part_of_each),
     Rule(EditKind.OFFSET, ast.Call, wraps.offset_of_the_rank),
     Rule(EditKind.OFFSET, ast.expr, wraps.rank_times_count),

@@ -82,6 +82,8 @@ class FetchedBatches:
             self._passes[loader, number] = passes
             self._evaluated.pop(loader, None)  # such as by a teacher
             self._matched = True
+        if not matched and not since:  # this is made of them, such as by a frozen encoder
+            since, self._evaluated = set(self._evaluated), {}
         self.training |= set(matched) or since
 
     def evaluated_with(self, arguments: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
+from ddp_equivalence.observed_scripts.question_line import end_process
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     RecordedStep,
@@ -43,8 +43,8 @@ from ddp_equivalence.observed_scripts.told import Told
 MOST = 4
 """At most so many times the steps that are wanted are recorded, where batches are read rarely."""
 
-WAIT_FOR_OTHERS = 120.0
-"""Seconds that a rank which is done waits for the others: they may still need it."""
+WAIT_FOR_OTHERS, PATIENCE = 120.0, 10.0
+"""Seconds that a rank which is done waits for the others, and for those that have made a step."""
 
 
 class Recorder(Watch):
@@ -54,7 +54,7 @@ class Recorder(Watch):
         super().__init__()
         self._told = told
         self.float64 = told.float64
-        self._written = self._earlier_steps = 0
+        self._written, self._earlier_steps, self._done_at = 0, 0, math.inf
         self._complete: StepInProgress | None = None
         self._fetched = FetchedBatches()
         self._closer_look: CloserLook | None = None
@@ -128,29 +128,30 @@ class Recorder(Watch):
         self._finish_if_done()
 
     def _finish_if_done(self, fetching: bool = False) -> None:
-        """End the process when all steps have been written.
+        """End the process when all steps have been written, by all ranks.
 
-        Steps that follow without another batch belong to the last one that is wanted.
+        Steps that follow without another batch belong to the last one that is wanted. A rank that
+        is behind may need what this one does next.
         """
         reads_once = not fetching and self._fetched.training
-        if self._written >= self._told.steps * (MOST if reads_once else 1):
-            self.finish()
+        if self._written < self._told.steps * (MOST if reads_once else 1):
+            return
+        (self._folder / "done").touch()
+        self._done_at = min(self._done_at, time.monotonic())
+        others = [rank_folder(self._told.folder, rank) for rank in range(world_size())]
+        while not all((one / "done").exists() for one in others):
+            waited = time.monotonic() - self._done_at
+            if waited > PATIENCE and all((one / "step0.json").exists() for one in others):
+                return
+            if waited > WAIT_FOR_OTHERS:
+                break
+            time.sleep(0.01)
+        end_process()
 
     def step_was_skipped(self) -> None:
         """Forget what was computed for it."""
         super().step_was_skipped()
         self._fetched.step_was_skipped()
-
-    def finish(self) -> None:
-        """End this process, when every rank has come so far."""
-        (self._folder / "done").touch()
-        deadline = time.monotonic() + WAIT_FOR_OTHERS
-        others = [rank_folder(self._told.folder, rank) for rank in range(world_size())]
-        while time.monotonic() < deadline and not all((one / "done").exists() for one in others):
-            time.sleep(0.01)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
     @property
     def _folder(self) -> Path:

@@ -35,7 +35,6 @@ IN_A_FUNCTION = (
         "k = x.chunk(y)[order]",
         "k = x.unflatten(0, (3, y, -1))[:, order].flatten(0, 1)",
     ),
-    (Kind.ORDER_OF_PARTS, "k, j = x.chunk(2)", "k, j = x[0::2], x[1::2]"),
     (Kind.AXES, "k = x.view(y, 4, -1)", "k = x.view(4, y, -1).transpose(0, 1)"),
     (Kind.AXES, "k = x.view(y, 4, -1)", "k = x.view(y, -1, 4).transpose(1, 2)"),
     (Kind.MIRRORED, "k = x[:y]", "k = x[-y:]"),
