@@ -16,7 +16,15 @@ from ddp_equivalence.report.verdict import Verdict
 
 HERE = Path(__file__).resolve().parent
 STEPS = HERE / "steps"
-KEYS: list[dict[str, Any]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))["step"]
+
+
+def keys_of(file: Path) -> list[dict[str, Any]]:
+    """What a file of keys says of each step."""
+    steps: list[dict[str, Any]] = tomllib.loads(file.read_text("utf-8"))["step"]
+    return steps
+
+
+KEYS = keys_of(HERE / "keys.toml")
 
 every_key = pytest.mark.parametrize("key", KEYS, ids=[Path(key["file"]).stem for key in KEYS])
 
@@ -25,10 +33,10 @@ NEAR = 2
 """The faulty line is found if a line so near to it is shown."""
 
 
-def lines_near(key: dict[str, Any]) -> set[int]:
-    """The numbers of the lines near one that is wrong."""
+def lines_near(key: dict[str, Any], steps: Path = STEPS) -> set[int]:
+    """The numbers of the lines near one that is wrong. ``steps``: the folder of the step."""
     faulty = {key["line"], *key.get("also", [])}
-    text = (STEPS / key["file"]).read_text("utf-8").splitlines()
+    text = (steps / key["file"]).read_text("utf-8").splitlines()
     wrong = [number for number, line in enumerate(text, 1) if line.strip() in faulty]
     return {near for number in wrong for near in range(number - NEAR, number + NEAR + 1)}
 
@@ -38,9 +46,9 @@ def lines_shown(file: str, report: str) -> list[int]:
     return [int(one) for one in re.findall(rf"(?m)^[> ] \S*{re.escape(file)}:(\d+)  ", report)]
 
 
-def is_shown(key: dict[str, Any], report: str) -> bool:
+def is_shown(key: dict[str, Any], report: str, steps: Path = STEPS) -> bool:
     """True if the report shows the faulty line, or one near it."""
-    return not lines_near(key).isdisjoint(lines_shown(key["file"], report))
+    return not lines_near(key, steps).isdisjoint(lines_shown(key["file"], report))
 
 
 def verdict_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Verdict:

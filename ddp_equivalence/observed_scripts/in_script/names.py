@@ -32,16 +32,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer inside a module, and every tensor that a module of the user's
-    keeps as a plain attribute, by a name without wrappers; shared ones once.
+    keeps as a plain attribute, by a name without wrappers; shared ones once. A view is none: FSDP
+    makes such ones of its flat parameters.
     """
     seen: set[int] = set()
     yield from _named(unwrapped(module), "", seen)
 
 
 def _named(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    plain = () if type(module).__module__.startswith("torch.") else vars(module).items()
-    for name, tensor in (*module._parameters.items(), *module._buffers.items(), *plain):
-        if isinstance(tensor, Tensor) and tensor.is_leaf and id(tensor) not in seen:
+    own = () if type(module).__module__.startswith("torch.") else vars(module).items()
+    kept = [(k, t) for k, t in own if isinstance(t, Tensor) and not t._is_view() and t.is_leaf]
+    for name, tensor in (*module._parameters.items(), *module._buffers.items(), *kept):
+        if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             yield f"{prefix}{name}", tensor
     for name, child in module._modules.items():
