@@ -67,7 +67,7 @@ def _can_be_forked() -> bool:
 def _renew_groups() -> None:
     """Let the groups of one process reduce again: a fork has no threads of gloo."""
     for group in list(distributed_c10d._world.pg_map):
-        if group.size() == 1 and dist.get_backend(group) == "gloo":
+        if group.size() == 1 and "cpu:gloo" in str(dist.get_backend_config(group)):
             store = dist.HashStore()  # type: ignore[attr-defined]
             new = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=5))
             kind = dist.ProcessGroup.BackendType.CUSTOM
