@@ -5,13 +5,15 @@
 
 ``known``: the steps of tests/faulty_steps, for some of which rules were written. Every folder of
 benchmarks/unseen_steps is a set by authors who had seen neither rules nor causes nor known steps.
-It is there to be counted: who writes rules does not read its steps. By default these sets run.
+It is there to be counted: who writes rules does not read its steps. Without ``--set``, all unseen
+sets run.
 
 For each set the command prints how many steps were different, how many of these have a cause, for
 how many the report shows the faulty line (or one at most two lines away), for how many it does so
-after trials of edits, how many of the mended steps are the same, and the median time of a check.
-Of a set whose keys have causes it says how many names are not those. ``--steps`` prints a line for
-each step, without its source. Below stands how much code the package has.
+after trials of edits (``--trials``: for how long; they are made where no cause is known), how many
+of the mended steps are the same, and the median time of a check. Of a set whose keys have causes it
+says how many names are not those. ``--steps`` prints a line for each step, without its source.
+Below stands how much code the package has.
 """
 
 from __future__ import annotations
@@ -156,9 +158,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     number, of = arguments.part
-    print(
-        "set          steps  different  cause  otherwise  shown  with edits  mended same  seconds"
-    )
+    print(HEADINGS)
     every: dict[str, list[dict[str, Any]]] = {}
     wrong = 0
     for name in arguments.set or [one for one in known if one != "known"]:

@@ -122,21 +122,21 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
     module = names[0].partition(":")[0]
     of_module = [name for name in names if name.startswith(f"{module}:")]
     are_buffers = all(name in buffers for name in of_module)
-    kind = "buffers" if are_buffers else "weights"
+    kind, what = ("buffers", "tensors") if are_buffers else ("weights", "weights")
     named = of_module[0].partition(":")[2]
     headline = f"{named} of {module} differs between ranks"
     if len(of_module) > 1:
-        headline = f"{len(of_module)} {kind} of {module} differ between ranks, such as {named}"
+        headline = f"{len(of_module)} {what} of {module} differ between ranks, such as {named}"
     yield Finding(
         cause=f"{kind}_differ_between_ranks",
-        sentence=f"{kind} that are not trained have other values on other ranks, and what the "
+        sentence=f"{what} that are not trained have other values on other ranks, and what the "
         "ranks compute depends on them",
-        look_at=f"where {module} gets its {kind}: they must be the same on all ranks",
+        look_at=f"where {module} gets its {what}: they must be the same on all ranks",
         accepted=True,
         headline=headline,
-        because=f"{ranks_text(apart)} computed what one process, which has the {kind} of rank 0, "
+        because=f"{ranks_text(apart)} computed what one process, which has the {what} of rank 0, "
         "does not compute from the same rows",
-        fix=f"give {module} the same {kind} on all ranks; broadcast or reduce what changes them.",
+        fix=f"give {module} the same {what} on all ranks; broadcast or reduce what changes them.",
         lines=lines_at(buffers[of_module[0]], f"gives {named} another value on each rank")
         if are_buffers
         else _loaded_on_some_ranks(step, module),

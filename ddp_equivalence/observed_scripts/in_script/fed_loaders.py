@@ -50,14 +50,14 @@ class FedLoaders:
         return is_fed
 
     @property
-    def passes_by(self) -> bool:
+    def is_of_other_phase(self) -> bool:
         """The step in progress is of a phase that has another loader than that of the query."""
         return self._fed == {False}
 
-    def passes_on(self) -> bool:
-        """``passes_by``, of the step that ends here."""
-        passes_by, self._fed = self.passes_by, set()
-        return passes_by
+    def was_of_other_phase(self) -> bool:
+        """``is_of_other_phase``, of the step that ends here."""
+        is_other, self._fed = self.is_of_other_phase, set()
+        return is_other
 
     def _trains(self, loader: int) -> bool:
         return self._told.feed == "loader" and loader in self.in_order

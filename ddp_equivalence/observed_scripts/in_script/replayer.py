@@ -76,7 +76,7 @@ class Replayer(Watch):
 
     def ends_step(self) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
-        if self._fed_loaders.passes_on():
+        if self._fed_loaders.was_of_other_phase():
             self.now = StepInProgress()
             return
         query, number = self._now
@@ -145,7 +145,7 @@ class Replayer(Watch):
 
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""
-        is_first = not self._answers and not self._fed_loaders.passes_by
+        is_first = not self._answers and not self._fed_loaders.is_of_other_phase
         if query.keep and is_first and (asked := keep(query, self._line)) is not None:
             self._asked.replace_last(asked)
 
