@@ -33,14 +33,20 @@ class State:
 '''
 
 
+@pytest.fixture(autouse=True)
+def new_ranks() -> Iterator[None]:
+    """Earlier tests may have left libraries on the ranks, and these tests leave one."""
+    warm_ranks().stop()
+    yield
+    warm_ranks().stop()
+
+
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "library_with_state.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(folder)
-    yield
-    warm_ranks().stop()  # ranks that know the library would judge later tests twice
 
 
 def build() -> nn.Module:
