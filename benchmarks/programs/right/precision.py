@@ -139,6 +139,13 @@ def clipped_far_above(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 @programs.step()
+def clipped_after_the_average(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The norm is clipped after the average; gradients are compared as they were before it."""
+    UnderDdp(mean_squared_error)(model, shard, rank)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+@programs.step()
 def returned_before_the_clip(model: nn.Module, shard: Any, rank: Rank) -> dict[str, Tensor]:
     """The clip bites; the step returns the gradients as they were before it."""
     UnderDdp(mean_squared_error)(model, shard, rank)

@@ -101,13 +101,6 @@ def values_clipped_before_the_average(model: nn.Module, shard: Any, rank: Rank) 
 
 
 @programs.step()
-def clipped_after_the_average(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The clip comes after the average, but the big batch's gradient is not clipped."""
-    right_step(model, shard, rank)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-@programs.step()
 def clipped_by_micro_batch(model: nn.Module, shard: Any, rank: Rank) -> None:
     """The norm is clipped after every micro-batch, while gradients still add up."""
     ddp = DistributedDataParallel(model)
