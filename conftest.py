@@ -16,8 +16,8 @@ import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.diagnosis.whereabouts import own_errors
-from ddp_equivalence.measurement.lane_of_case import lane_of
+from ddp_equivalence.diagnosis.whereabouts import find_whereabouts
+from ddp_equivalence.measurement.request import lane_of
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import CannotRunHere, Lane
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Under xdist every worker starts its own server, and the controlling process needs none.
     """
-    own_errors.are_raised = True
+    find_whereabouts.are_raised = True
     if config.getoption("--ddp-plan"):
         return  # no test will run
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

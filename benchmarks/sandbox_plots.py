@@ -16,10 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_equivalence.commands.sandbox.closed_form import closed_form
-from ddp_equivalence.commands.sandbox.problem import SAMPLES, Problem
-from ddp_equivalence.commands.sandbox.published import RANKS
-from ddp_equivalence.commands.sandbox.training import train
+from ddp_equivalence.commands.sandbox.table import RANKS
+from ddp_equivalence.commands.sandbox.training import SAMPLES, Problem, closed_form, train
 
 EXPERIMENTS = 1000
 """The number of experiments behind each dot. The 99.9 % interval is smaller than the dot, except at

@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from ddp_equivalence.case.errors import BadCase, SuiteBug
     from ddp_equivalence.check_equivalence import assert_equivalent, check
     from ddp_equivalence.faults.plant import planted
-    from ddp_equivalence.observed_scripts.observe_script import observe
-    from ddp_equivalence.observed_scripts.observed import Observed
+    from ddp_equivalence.observed_scripts.report import Observed
+    from ddp_equivalence.observed_scripts.script_observation import observe
     from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
     from ddp_equivalence.ranks.rank import Rank
-    from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
-    from ddp_equivalence.report.verdict import Verdict
+    from ddp_equivalence.report.verdict import NotEquivalent, NothingCompared, Verdict
 
 __all__ = [
     "BadCase",
@@ -39,9 +38,9 @@ __all__ = [
 _MODULE_OF = {
     "BadCase": "case.errors",
     "Case": "case.case",
-    "NotEquivalent": "report.errors",
-    "NothingCompared": "report.errors",
-    "Observed": "observed_scripts.observed",
+    "NotEquivalent": "report.verdict",
+    "NothingCompared": "report.verdict",
+    "Observed": "observed_scripts.report",
     "Rank": "ranks.rank",
     "RankFailed": "ranks.failure",
     "RanksTimedOut": "ranks.failure",
@@ -49,7 +48,7 @@ _MODULE_OF = {
     "Verdict": "report.verdict",
     "assert_equivalent": "check_equivalence",
     "check": "check_equivalence",
-    "observe": "observed_scripts.observe_script",
+    "observe": "observed_scripts.script_observation",
     "planted": "faults.plant",
 }
 

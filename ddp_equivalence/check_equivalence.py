@@ -17,43 +17,61 @@ from typing import Unpack
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.random_state import restored_random_state
-from ddp_equivalence.diagnosis import distinct_gpus, no_devices, races, vacuity
+from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
-from ddp_equivalence.diagnosis.buffers_beside import BufferBeside
-from ddp_equivalence.diagnosis.drawn_findings import right_but_for_draws
-from ddp_equivalence.diagnosis.expectation import check_shards, expected_of
-from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
-from ddp_equivalence.diagnosis.no_optimizer_step import no_optimizer_step
-from ddp_equivalence.diagnosis.state_that_matters import finding_of_state, state_that_matters
+from ddp_equivalence.diagnosis.diagnose import finding_of_wrong_collectives
+from ddp_equivalence.diagnosis.draws import right_but_for_draws
+from ddp_equivalence.diagnosis.state import (
+    BufferBeside,
+    against_a_race,
+    finding_of_state,
+    no_optimizer_step,
+    state_that_matters,
+    with_race,
+)
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown
+from ddp_equivalence.diagnosis.vacuity import against_idle_data_parallel, against_shared_gpus
+from ddp_equivalence.diagnosis.view import check_shards, expected_of
 from ddp_equivalence.faults.plant import without_planted_faults
-from ddp_equivalence.measurement.check_options import CheckOptions
-from ddp_equivalence.measurement.lane_of_case import subject_named
 from ddp_equivalence.measurement.measure import (
     Measurement,
+    SecondRun,
     at_work,
     measure,
+    observe,
+    observe_on_fresh_ranks,
+    rerun,
     wrong_collectives,
 )
-from ddp_equivalence.measurement.request import Request, read_request, repeat_line
-from ddp_equivalence.measurement.rerun import rerun
-from ddp_equivalence.measurement.second_run import SecondRun, observe, observe_on_fresh_ranks
+from ddp_equivalence.measurement.request import (
+    CheckOptions,
+    Request,
+    read_request,
+    repeat_line,
+    subject_named,
+)
 from ddp_equivalence.measurement.work import Step
+from ddp_equivalence.ranks.deadlines import (
+    one_at_a_time,
+    threads_beside,
+    threads_for,
+    use_one_thread_in_a_fork,
+)
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
 from ddp_equivalence.reference import Reference
-from ddp_equivalence.report import listeners, readings
-from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
-from ddp_equivalence.report.fresh_ranks import judged_on_fresh_ranks
-from ddp_equivalence.report.judged_again import judged_again, unless_right_in_own_precision
-from ddp_equivalence.report.judged_by_steps import judged_by_steps, will_be_judged_by_steps
+from ddp_equivalence.report import listeners
+from ddp_equivalence.report.judged_again import (
+    judged_again,
+    judged_by_steps,
+    judged_on_fresh_ranks,
+    unless_right_in_own_precision,
+    will_be_judged_by_steps,
+)
 from ddp_equivalence.report.render import render, render_full
-from ddp_equivalence.report.short.definition import defined_at
-from ddp_equivalence.report.unknown_verdicts import failed, unknown
-from ddp_equivalence.report.verdict import Verdict
+from ddp_equivalence.report.short.screen import defined_at
+from ddp_equivalence.report.verdict import NotEquivalent, NothingCompared, Verdict, failed, unknown
 
 
 def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verdict:
@@ -64,7 +82,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     ``ddp_equivalence.strategies``. ``options``: ``compare``, ``lr``, ``optimizer``, ``clip``,
     ``reference``, ``seeds``, ``steps``, ``backend``, ``deadline``, ``collective_deadline``,
     ``fresh_ranks``, ``in_process``, ``allow_changes``;
-    ``ddp_equivalence.measurement.check_options.CheckOptions`` says what each of them does.
+    ``ddp_equivalence.measurement.request.CheckOptions`` says what each of them does.
 
     Raises BadCase if the case or an option cannot be right. What the step does wrong is reported in
     the verdict, and raises nothing.
@@ -81,7 +99,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             verdict = judged_again(verdict, request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
-    readings.begin(verdict)
+    listeners.begin(verdict)
     return verdict
 
 
@@ -154,7 +172,7 @@ def _judge(request: Request) -> Verdict:
     why_unknown = (
         vacuity.against_the_evidence(measurement.evidence, request.strategy, world_size)
         or vacuity.against_another_batch(expected.data, measurement.evidence)
-        or distinct_gpus.against_shared_gpus(request.lane, measurement.evidence)
+        or against_shared_gpus(request.lane, measurement.evidence)
         or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
     )
     if why_unknown is not None:
@@ -236,7 +254,7 @@ def _same_if_shown(
     comparison, evidence = measurement.comparison, measurement.evidence
     why_unknown = (
         _unless_it_is_built_alike(request, verdict)
-        or no_devices.against_idle_data_parallel(evidence)
+        or against_idle_data_parallel(evidence)
         or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
         or vacuity.against_a_hidden_plant(request.plant, request.processes)
     )
@@ -244,7 +262,7 @@ def _same_if_shown(
         return unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
         return failed(verdict, measurement.changes_error)
-    race = races.against_a_race(evidence, comparison)
+    race = against_a_race(evidence, comparison)
     if race is not None:
         return unknown(verdict, race)
     if state:
@@ -279,11 +297,11 @@ def _different_if_comparable(
         return replace(verdict, outcome="different")
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
-        raced = races.with_race((), verdict.evidence, verdict.comparison)
+        raced = with_race((), verdict.evidence, verdict.comparison)
         idle = no_optimizer_step(request, verdict)
         if not (wrong or raced or idle or will_be_judged_by_steps(request, verdict)):
             analysis.look_further()  # no cause was seen
-        findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
+        findings = with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
     seen = finding_of_wrong_collectives(wrong) if wrong else idle
     if seen is not None:

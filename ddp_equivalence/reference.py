@@ -17,18 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case.batch_tree import map_tensors
-from ddp_equivalence.case.build import batches_of_steps, build_model, build_whole_batch
+from ddp_equivalence.case.build import (
+    batches_of_steps,
+    build_model,
+    build_whole_batch,
+    cast,
+    cast_model,
+    copied_state,
+    train_by_own_reference,
+    without_process_group,
+)
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.case.model_state import copied_state
-from ddp_equivalence.case.one_process import without_process_group
-from ddp_equivalence.case.optimizer_steps import AtSteps
-from ddp_equivalence.case.own_reference import train_by_own_reference
-from ddp_equivalence.case.precision import cast, cast_model
 from ddp_equivalence.case.random_state import seeded, step_seed
-from ddp_equivalence.case.steps import Compare, GradientKey, Steps
-from ddp_equivalence.case.training import Stepping, Training
+from ddp_equivalence.case.training import AtSteps, Compare, GradientKey, Stepping, Steps, Training
 
 Loss = Callable[[nn.Module, Any], Any]
 """A user's loss: (model, batch) -> scalar tensor."""

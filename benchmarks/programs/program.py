@@ -18,7 +18,7 @@ import torch
 from benchmarks.programs.common import UnderDdp, mean_squared_error, mlp, regression
 from ddp_equivalence import Case
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.measurement.check_options import CheckOptions
+from ddp_equivalence.measurement.request import CheckOptions
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.report.verdict import Outcome
 

@@ -1,4 +1,4 @@
-"""A case: what is trained, on which layout, and which examples each rank gets."""
+"""A case: the model, batch and loss that are trained, and the examples that each rank gets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case import layouts, shards
 from ddp_equivalence.case.batch import BatchDims
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, whole_number
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.no_loss import no_loss
-from ddp_equivalence.case.numbers import whole_number
-from ddp_equivalence.case.what_was_meant import (
-    INSTEAD_OF_BATCH,
-    instead_of_dtype,
-    instead_of_loss,
-    instead_of_model,
-)
+
+# What stands in a case that has no loss, because its check has a reference of the user's own.
+
+
+def no_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Raise an error: nothing asks for the loss of such a case."""
+    raise NotImplementedError("the case has no loss")
+
+
+# A case: what is trained, on which layout, and which examples each rank gets.
 
 ModelBuilder = Callable[[], nn.Module]
 BatchBuilder = Callable[[torch.Generator], Any]
@@ -190,3 +192,43 @@ def _check_name(value: object, field: str, names: dict[str, Any], instead: str) 
             raise BadCase(field, value, f"a function, or one of {', '.join(names)}")
     elif not callable(value):
         raise BadCase(field, value, f"a function, or one of {', '.join(names)}")
+
+
+# What a caller has probably meant by an argument of the wrong type, as an error says it.
+
+INSTEAD_OF_BATCH = (
+    "a function (torch.Generator) -> pytree of tensors, because every process makes its own: "
+    "batch=lambda generator: ..."
+)
+"""What a batch must be, if it is given as tensors."""
+
+
+def instead_of_dtype(value: object) -> str:
+    """What a dtype must be, if it is the name of one of torch's, as in ``"float32"``; else ""."""
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    dtype = getattr(torch, name, None)
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    return f"{dtype}, without quotes" if is_float else ""
+
+
+def instead_of_model(model: object) -> str:
+    """What a model must be, if it is a module and not a function that builds one; else ""."""
+    if not isinstance(model, nn.Module):
+        return ""
+    return (
+        "a function that builds the model, because every process builds its own: "
+        f"model=lambda: {type(model).__name__}(...)"
+    )
+
+
+def instead_of_loss(loss: object) -> str:
+    """What a loss must be, if it is one of torch's losses, which take other arguments; else ""."""
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    if not str(getattr(kind, "__module__", "")).startswith("torch.nn."):
+        return ""
+    name = str(getattr(kind, "__name__", "loss"))
+    call = f"{name}()" if isinstance(kind, type) else name
+    return (
+        "a function (model, batch) -> scalar tensor, which calls the model itself: "
+        f'loss=lambda model, batch: {call}(model(batch["inputs"]), batch["targets"])'
+    )

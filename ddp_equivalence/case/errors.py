@@ -1,6 +1,13 @@
-"""Errors for a case that the caller must change, and for a mistake in this package."""
+"""Errors about wrong arguments, and the checks of plain values. Nothing here imports torch."""
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from numbers import Real
+from typing import SupportsIndex, cast
+
+# Errors for a case that the caller must change, and for a mistake in this package.
 
 LONGEST_VALUE = 160
 """Characters of a value that an error shows."""
@@ -42,3 +49,29 @@ def it_raised(error: Exception) -> str:
 
 class SuiteBug(RuntimeError):
     """This package itself has made a mistake. Please report it."""
+
+
+# Numbers of Python and of other libraries, such as numpy's. This module imports no torch.
+
+
+def whole_number(value: object) -> int | None:
+    """The value as an int if it is an integer, of Python or of another library; else None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        return None
+
+
+def whole_numbers(value: object) -> tuple[int, ...] | None:
+    """The values as ints if it is a list or tuple of integers, and not empty; else None."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return None
+    numbers = [whole_number(one) for one in value]
+    return tuple(one for one in numbers if one is not None) if None not in numbers else None
+
+
+def is_number(value: object) -> bool:
+    """True for a real number, of Python or of another library, that is no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.numbers import whole_numbers
+from ddp_equivalence.case.errors import BadCase, whole_numbers
 
 OWN = "own"
 """With these shards, every rank receives the whole batch and chooses its examples itself."""

@@ -1,18 +1,30 @@
-"""How the big batch is trained where several steps, or updates of the weights, are compared."""
+"""Training over several steps: optimizers, clipping, and what of it is compared."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from types import CellType, FrameType
+from typing import Any, Literal, Protocol
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ddp_equivalence.case.case import name_of
-from ddp_equivalence.case.errors import BadCase, it_raised
-from ddp_equivalence.case.numbers import is_number
+from ddp_equivalence.case.errors import BadCase, is_number, it_raised
+
+# How the big batch is trained where several steps, or updates of the weights, are compared.
 
 
 class Stepping(Protocol):
@@ -162,3 +174,341 @@ def _takes_model(make: MakeOptimizer) -> bool:
     except (TypeError, ValueError):
         return False
     return names[:1] == ["model"]
+
+
+# Several training steps in one check: how the batch is divided, and what is compared.
+
+Compare = Literal["gradients", "update"]
+"""What is compared: the gradients of every step, or how far all steps together move the weights."""
+
+Steps = int | tuple[int, ...]
+"""The number of big batches, all of one size, that the batch is divided into; or the number of
+examples in each of them."""
+
+GradientKey = tuple[int, str]
+"""Step, counted from 0, and parameter name. Updates are compared once, so their step is 0."""
+
+
+def step_count(steps: Steps) -> int:
+    """The number of big batches, which is the number of training steps."""
+    return steps if isinstance(steps, int) else len(steps)
+
+
+# Notices every step of every optimizer, through torch's own hooks, also inside trainers.
+#
+# Source: ``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``..._post_hook``.
+
+Arguments = tuple[Any, ...]
+Named = dict[str, Any]
+Changed = tuple[Arguments, Named]
+
+
+class StepCount:
+    """``seen``: how often an optimizer has stepped. A step inside another one does not count.
+
+    A closure that is given to ``optimizer.step`` goes backward inside the step, as Lightning's do.
+    ``before`` is then called when the closure has run once, and so has left its gradients. A step
+    that raises has no end; this is noticed when the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._inside = 0
+        self._outermost: FrameType | None = None
+        self._waits_for_closure = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count inside the block."""
+
+        def before(optimizer: Optimizer, arguments: Arguments, named: Named) -> Changed | None:
+            caller = sys._getframe(1)
+            if self._inside and not _runs(self._outermost, caller):
+                self._inside, self._waits_for_closure = 0, False
+            self._inside += 1
+            if self._inside != 1:
+                return None
+            self._outermost = caller
+            self.seen += 1
+            if _closure(arguments, named) is None:
+                self.before(optimizer)
+                return None
+            return self._with_noticed_closure(optimizer, arguments, named)
+
+        def after(optimizer: Optimizer, arguments: Arguments, named: Named) -> None:
+            self._inside -= 1
+            if self._inside == 0:
+                self._outermost = None
+                self._has_gradients(optimizer)
+                self.after()
+
+        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._outermost = None  # it keeps what the step holds
+
+    def _with_noticed_closure(
+        self, optimizer: Optimizer, arguments: Arguments, named: Named
+    ) -> Changed:
+        """The arguments of a step with a closure that tells when it has run for the first time."""
+        closure = _closure(arguments, named)
+        self._waits_for_closure = True
+
+        def noticed() -> Any:
+            result = closure()
+            self._has_gradients(optimizer)
+            return result
+
+        if "closure" in named:
+            return arguments, {**named, "closure": noticed}
+        return (arguments[0], noticed, *arguments[2:]), named
+
+    def _has_gradients(self, optimizer: Optimizer) -> None:
+        """The closure has run, or the step ends without it."""
+        if self._waits_for_closure:
+            self._waits_for_closure = False
+            self.before(optimizer)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, and has its gradients."""
+
+    def after(self) -> None:
+        """An optimizer has stepped."""
+
+
+@dataclass(frozen=True)
+class AtSteps:
+    """What is taken at each step: the gradients, or else the weights after it.
+
+    ``after_clipping``: the gradients are those that the optimizer steps with. Otherwise they are
+    those from before one call of torch that clips them all, if nothing changes them after it.
+    """
+
+    gradients: bool = False
+    after_clipping: bool = False
+
+
+class StepRecord(StepCount):
+    """What the parameters held at every step: their gradients before it, or their weights after it.
+
+    Optimizers that step one after the other, without a backward pass in between, make one step.
+    ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
+    copies, by step and name. Of the gradients, those that the optimizers of the step were given.
+    ``clips``: the calls of torch that clipped gradients. ``whole`` makes gradients whole where they
+    are sharded, and ``weights`` reads the weights so.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, nn.Parameter]],
+        at_steps: AtSteps,
+        ended: Callable[[int], None] = lambda number: None,
+        whole: Callable[[dict[str, Tensor | None]], Mapping[str, Tensor | None]] = dict,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.gradients: dict[GradientKey, Tensor | None] = {}
+        self.weights: dict[GradientKey, Tensor] = {}
+        self.count = 0
+        self._parameters = parameters
+        self._at_steps = at_steps
+        self._ended = ended
+        self._whole = whole
+        self._weights = weights or self._copied_weights
+        self._went_backward = True
+        self._clipping = Clipping()
+        self.clips = self._clipping.calls
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record inside the block."""
+        backward = torch.autograd.backward
+
+        def noticed(*arguments: Any, **named: Any) -> Any:
+            self._went_backward = True
+            return backward(*arguments, **named)
+
+        noticing = patch.object(torch.autograd, "backward", noticed)
+        with noticing, self._clipping.watched(), super().watched():
+            yield
+
+    def before(self, optimizer: Optimizer) -> None:
+        if self._went_backward:
+            self._went_backward = False
+            self.count += 1
+        if not self._at_steps.gradients:
+            return
+        parameters = self._parameters()
+        its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        named = {name: one for name, one in parameters.items() if id(one) in its_own} or parameters
+        before_clipping: Mapping[int, Tensor] = {}
+        if not self._at_steps.after_clipping:
+            before_clipping = self._clipping.before(one.grad for one in named.values())
+        found = {
+            name: _copy(before_clipping.get(id(one.grad), one.grad)) for name, one in named.items()
+        }
+        self.gradients |= {(self.count - 1, name): one for name, one in self._whole(found).items()}
+
+    def after(self) -> None:
+        self._went_backward = False  # a closure may have gone backward more than once
+        if not self._at_steps.gradients:
+            self.weights |= {(self.count - 1, name): one for name, one in self._weights().items()}
+        self._clipping.forget()
+        self._ended(self.count)
+
+    def _copied_weights(self) -> dict[str, Tensor]:
+        return {name: one.detach().clone() for name, one in self._parameters().items()}
+
+
+def _runs(frame: FrameType | None, inside: FrameType | None) -> bool:
+    """True if this frame is one of those that led to ``inside``."""
+    while inside is not None and inside is not frame:
+        inside = inside.f_back
+    return inside is not None
+
+
+def _closure(arguments: Arguments, named: Named) -> Any:
+    """The closure that ``optimizer.step`` was called with, after the optimizer itself."""
+    return named.get("closure", arguments[1] if len(arguments) > 1 else None)
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+# Keeps gradients as they were before torch clipped them.
+#
+# Whoever clips wants other gradients than those of the loss. So the gradients are compared as
+# they were before: clipped gradients would hide a wrong factor, and would all look wrong beside
+# those of the loss.
+
+FUNCTIONS = (clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_)
+"""The functions of torch that write to gradients to clip them; ``clip_grad_norm_`` calls the first.
+
+Both are wrapped in ``no_grad``. Source: torch 2.11 and 2.13, torch/nn/utils/clip_grad.py.
+"""
+
+
+@dataclass(frozen=True)
+class ClipCall:
+    """One call that clips gradients. ``most``: the largest norm, or with ``by_value`` the largest
+    element; None if it is no number.
+    """
+
+    by_value: bool
+    most: float | None
+
+    def __str__(self) -> str:
+        what = "each element" if self.by_value else "their norm"
+        return what if self.most is None else f"{what} to {self.most:g}"
+
+    def again(self, parameters: list[nn.Parameter]) -> None:
+        """Clip the gradients of these parameters as the call did."""
+        assert self.most is not None
+        clip = clip_grad.clip_grad_value_ if self.by_value else clip_grad.clip_grad_norm_
+        clip(parameters, self.most)
+
+
+class Clipping:
+    """``calls``: all calls inside ``watched`` that clipped gradients. ``last_count``: the number of
+    gradients that the last one clipped.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[ClipCall] = []
+        self.last_count = 0
+        self._clipped: list[dict[int, _Clipped]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Keep the gradients inside the block, whenever torch clips some."""
+        inner = [_inner_function(function) for function in FUNCTIONS]
+        before = [cell.cell_contents for cell in inner]
+        for cell, clip in zip(inner, before, strict=True):
+            cell.cell_contents = partial(self._clip, clip)
+        try:
+            yield
+        finally:
+            for cell, clip in zip(inner, before, strict=True):
+                cell.cell_contents = clip
+
+    def forget(self) -> None:
+        """What was clipped until now does not count any more: an optimizer has used it."""
+        self._clipped.clear()
+
+    def before(self, gradients: Iterable[Tensor | None]) -> Mapping[int, Tensor]:
+        """``id`` of a gradient -> the same before it was clipped.
+
+        Empty unless one call alone has clipped all of ``gradients``, and nothing was written to
+        them since: only then did it clip what an optimizer gets.
+        """
+        if len(self._clipped) != 1:
+            return {}
+        (clipped,) = self._clipped
+        found = {}
+        for one in gradients:
+            if one is None:
+                continue
+            kept = clipped.get(id(one))
+            if kept is None or not kept.is_as_it_was_left:
+                return {}
+            found[id(one)] = kept.before
+        return found
+
+    def _clip(self, clip: Callable[..., Any], parameters: Any, *rest: Any, **named: Any) -> Any:
+        """Clip as torch does, and keep what the gradients were before."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        before = [(one, None if one.grad is None else one.grad.detach().clone()) for one in given]
+        result = clip(given, *rest, **named)
+        by_value = clip.__name__ == clip_grad.clip_grad_value_.__name__
+        most = rest[0] if rest else named.get("clip_value" if by_value else "max_norm")
+        self.calls.append(ClipCall(by_value, _number(most)))
+        clipped = {
+            id(one.grad): _Clipped(one.grad, kept)
+            for one, kept in before
+            if one.grad is not None and kept is not None
+        }
+        self._clipped.append(clipped)
+        self.last_count = len(clipped)
+        return result
+
+
+def _inner_function(wrapped: Any) -> CellType:
+    """Where a function of torch keeps the one that it wraps. Whoever has imported the function, by
+    whatever name, calls what stands there.
+    """
+    cells: tuple[CellType, ...] = wrapped.__closure__
+    return next(one for one in cells if callable(one.cell_contents))
+
+
+class _Clipped:
+    """A gradient that was clipped just now, and what it was ``before``."""
+
+    def __init__(self, gradient: Tensor, before: Tensor) -> None:
+        self.before = before
+        self._gradient = gradient  # kept, so that no other tensor gets its id
+        self._left = gradient._version, _norm(gradient)
+
+    @property
+    def is_as_it_was_left(self) -> bool:
+        """True if nothing was written to the gradient since. GradScaler.unscale_ counts no new
+        version, but changes the norm.
+        """
+        return self._left == (self._gradient._version, _norm(self._gradient))
+
+
+def _norm(gradient: Tensor) -> float:
+    """The norm of what this process holds of a gradient; NaN would not be equal to itself."""
+    local: Tensor = getattr(gradient, "_local_tensor", gradient).detach()
+    values = local.coalesce().values() if local.is_sparse else local
+    return float(torch.nan_to_num(values).norm())
+
+
+def _number(most: Any) -> float | None:
+    try:
+        return float(most)
+    except (TypeError, ValueError, RuntimeError):
+        return None

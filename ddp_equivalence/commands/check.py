@@ -1,8 +1,9 @@
-"""``ddp-equivalence check FILE.py``: your own case and step."""
+"""ddp-equivalence check FILE.py: your own case and step."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
-from ddp_equivalence.commands.kept_output import kept_output
-from ddp_equivalence.commands.repeat_check import repeating_command
-from ddp_equivalence.commands.results import require_writable_folder
+from ddp_equivalence.commands.output import kept_output, require_writable_folder
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.report.terminal import painted, width_of
+from ddp_equivalence.report.text import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.case.case import Case
     from ddp_equivalence.commands import Commands
     from ddp_equivalence.report.verdict import Verdict
+
+
+# ``ddp-equivalence check FILE.py``: your own case and step.
 
 CASE_OPTIONS = ("layout", "shards", "seed")
 """Options of the command line that replace the field of the case that has the same name."""
@@ -165,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
-    from ddp_equivalence.case import example_subset
+    from ddp_equivalence.case import build
     from ddp_equivalence.check_equivalence import check
     from ddp_equivalence.commands.user_file import load
 
@@ -176,7 +178,7 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     _require_known_options(options)
     examples = None
     if arguments.examples is not None:
-        examples = example_subset.parse(arguments.examples)
+        examples = build.parse(arguments.examples)
     if arguments.explore is not None:
         from ddp_equivalence.commands.explore.variations_command import explore_variations
 
@@ -187,7 +189,7 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
         )
         return EXIT_CODE_OF_OUTCOME[outcome]
     case: Case = replace(user_check.case, **changes)
-    case = case if examples is None else example_subset.with_examples(case, examples)
+    case = case if examples is None else build.with_examples(case, examples)
     stdout = sys.stdout
     with kept_output(unless=bool(options.get("in_process"))) as printed:
         verdict = check(case, user_check.step, **options)
@@ -254,7 +256,7 @@ def _changes_of_the_case(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _require_known_options(options: dict[str, Any]) -> None:
     """Raises BadCase if check() does not take the options."""
-    from ddp_equivalence.measurement.check_options import CheckOptions
+    from ddp_equivalence.measurement.request import CheckOptions
 
     known = CheckOptions.__annotations__
     if unknown := options.keys() - known.keys():
@@ -273,8 +275,7 @@ def _report(verdict: Verdict, stdout: TextIO) -> str:
 def _annotation(verdict: Verdict) -> str:
     """The line for GitHub Actions. The message is the report, without the file's name on top."""
     from ddp_equivalence.report.github import annotation
-    from ddp_equivalence.report.short.fault_line import line_to_look_at
-    from ddp_equivalence.report.short.headline import headline_text
+    from ddp_equivalence.report.short.screen import headline_text, line_to_look_at
 
     line = line_to_look_at(verdict)
     file, number = ("", 0) if line is None else (line.file, line.number)
@@ -287,7 +288,7 @@ def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: 
     Returns the line to print: where the script is, or why there is none.
     """
     from ddp_equivalence.report.script import command_of, export
-    from ddp_equivalence.report.short.headline import headline_text
+    from ddp_equivalence.report.short.screen import headline_text
 
     if verdict.outcome != "different" and verdict.failure is None:
         return f"reproduction: none, there is nothing to reproduce ({verdict.outcome})"
@@ -298,3 +299,21 @@ def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: 
     except (BadCase, OSError) as error:
         return f"reproduction: none, {error}"
     return f"reproduction: {path} ({command_of(path)})"
+
+
+# The command that repeats ``ddp-equivalence check`` with the options that it was given.
+
+NOT_REPEATED = frozenset(
+    ("command", "target", "rest", "explore", "export_repro", "full", "github", "in_process")
+)
+"""Arguments that say what is done with the result, or how the check is debugged."""
+
+
+def repeating_command(arguments: argparse.Namespace) -> str:
+    """``ddp-equivalence check FILE.py:NAME`` with the options that decide what is compared."""
+    words = ["ddp-equivalence", "check", arguments.target]
+    for name, value in vars(arguments).items():
+        if name in NOT_REPEATED or value is None or value is False:
+            continue
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME, YELLOW
-from ddp_equivalence.commands.results import require_writable_file
-from ddp_equivalence.report.terminal import painted
+from ddp_equivalence.commands.output import require_writable_file
+from ddp_equivalence.report.text import painted
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -78,10 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Raises BadCase for what is no record, or no policy."""
     from ddp_equivalence.commands.record import command
     from ddp_equivalence.gate import outputs
-    from ddp_equivalence.gate.judge import judge
-    from ddp_equivalence.gate.policy import read_policy
-    from ddp_equivalence.gate.recorded import read_record
-    from ddp_equivalence.gate.text import report
+    from ddp_equivalence.gate.judge import judge, read_policy
+    from ddp_equivalence.gate.outputs import report
+    from ddp_equivalence.gate.record import read_record
 
     for name in ("markdown", "junit", "json"):
         require_writable_file(name, getattr(arguments, name))

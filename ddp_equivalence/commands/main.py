@@ -9,10 +9,14 @@ from collections.abc import Sequence
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
-from ddp_equivalence.commands.bad_input import Parser, refusal, refuse_unknown
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
-from ddp_equivalence.commands.interruption import sigterm_interrupts
-from ddp_equivalence.commands.output import output
+from ddp_equivalence.commands.output import (
+    Parser,
+    output,
+    refusal,
+    refuse_unknown,
+    sigterm_interrupts,
+)
 
 
 def main(command_line: Sequence[str] | None = None) -> int:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
-from ddp_equivalence.commands.results import require_writable_file
-from ddp_equivalence.report.terminal import painted, width_of
+from ddp_equivalence.commands.output import require_writable_file
+from ddp_equivalence.report.text import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.observed_scripts.options import ObserveOptions
+    from ddp_equivalence.observed_scripts.recording import ObserveOptions
 
 
 def add(commands: Commands) -> None:
@@ -122,10 +122,9 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Observe the command and print the report."""
-    from ddp_equivalence.observed_scripts.as_json import write_json
-    from ddp_equivalence.observed_scripts.observe_script import observe, plan
     from ddp_equivalence.observed_scripts.recording import ScriptFailed
-    from ddp_equivalence.observed_scripts.report import report_lines
+    from ddp_equivalence.observed_scripts.report import report_lines, write_json
+    from ddp_equivalence.observed_scripts.script_observation import observe, plan
 
     command = arguments.training
     if command[:1] == ["--"]:

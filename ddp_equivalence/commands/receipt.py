@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import SAME
-from ddp_equivalence.commands.results import require_writable_file
+from ddp_equivalence.commands.output import require_writable_file
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the file. Raises BadCase for what is no record, or one that was cut off."""
     from ddp_equivalence.gate.receipt import KEY_VARIABLE, write_receipt
-    from ddp_equivalence.gate.recorded import read_record
+    from ddp_equivalence.gate.record import read_record
 
     require_writable_file("out", arguments.out)
     key = os.environ.get(KEY_VARIABLE, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import SAME
-from ddp_equivalence.commands.results import require_writable_file
+from ddp_equivalence.commands.output import require_writable_file
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -34,9 +34,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page. Raises BadCase for what is no record."""
+    from ddp_equivalence.gate.judge import read_policy
     from ddp_equivalence.gate.page import write_page
-    from ddp_equivalence.gate.policy import read_policy
-    from ddp_equivalence.gate.recorded import read_record
+    from ddp_equivalence.gate.record import read_record
 
     require_writable_file("html", arguments.html)
     policy = read_policy(arguments.policy)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.results import require_writable_file, require_writable_folder
+from ddp_equivalence.commands.output import require_writable_file, require_writable_folder
 from ddp_equivalence.ranks.backend_names import LANES
 
 if TYPE_CHECKING:

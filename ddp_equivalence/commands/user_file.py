@@ -39,7 +39,7 @@ def load(path: Path, name: str) -> UserCheck:
     """
     if not name:
         raise BadCase("NAME", name, CONVENTION)
-    module = _run(path)
+    module = _run_file(path)
     step = getattr(module, name, None)
     if isinstance(step, Case):
         raise BadCase("NAME", name, f"the name of a step: {name} is a Case; {CONVENTION}")
@@ -58,7 +58,7 @@ def load(path: Path, name: str) -> UserCheck:
     return UserCheck(case, step, options)
 
 
-def _run(path: Path) -> ModuleType:
+def _run_file(path: Path) -> ModuleType:
     """Import the file as a module with a name of our own. Its folder is put on sys.path."""
     name = f"ddp_equivalence_user_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())

@@ -1,16 +1,32 @@
-"""The result of a comparison, as frozen data: errors and limits by parameter and rank."""
+"""Compares measured gradients with expected ones, by name, on every rank, as a stream of chunks."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import prod
 
-from ddp_equivalence.case.steps import GradientKey
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_equivalence.case.errors import SuiteBug
+from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import in_order
-from ddp_equivalence.comparison.structure import OtherForm
-from ddp_equivalence.comparison.tolerance import Limit
+from ddp_equivalence.comparison.gradients import (
+    Description,
+    Gradients,
+    dense,
+    describe,
+    hash_bytes,
+    in_first_step,
+)
+from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance, relative_to
+
+# The result of a comparison, as frozen data: errors and limits by parameter and rank.
 
 DIGITS = 32
 """So many hexadecimal digits of a digest are kept."""
@@ -191,3 +207,472 @@ def _excess(parameter: ParameterComparison) -> float:
     if parameter.limit.relative > 0 and math.isfinite(parameter.limit.relative):
         return parameter.error / parameter.limit.relative
     return math.inf if parameter.error > 0 else 0.0
+
+
+# Compare measured gradients with expected ones: by name, on every rank, as a stream of chunks.
+#
+# A difference raises no error, and nothing is printed: the result is data.
+
+MOSTLY_ONE = 1.02
+"""One element alone is off if the sum of all squared differences is less than this many times the
+largest squared difference."""
+
+
+@dataclass
+class _Sums:
+    """The sums that are kept of one parameter on one rank while its chunks pass.
+
+    Here m is the measured gradient and t the true one. ``difference``, ``measured``: sums of
+    squares of m - t and of m. ``product``: the sum of m t. ``element``: the worst
+    |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the largest |m_i - t_i|.
+    ``seen``: how many elements have passed. ``zero``: True if all of them were zeros. ``bits``: a
+    hash of the chunks that have passed.
+    """
+
+    difference: float = 0.0
+    measured: float = 0.0
+    product: float = 0.0
+    element: float = 0.0
+    largest: float = 0.0
+    place: int = 0
+    seen: int = 0
+    zero: bool = True
+    bits: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def is_zero(self, shape: tuple[int, ...]) -> bool:
+        """True if every element of this shape has passed, and was zero."""
+        return self.zero and self.seen == math.prod(shape)
+
+
+class Comparator:
+    """Compares gradients as they arrive. It holds the expected ones, and sums of the measured ones.
+
+    Call ``begin`` for every rank, ``add`` its chunks in any order, then ``finish``.
+    """
+
+    def __init__(
+        self,
+        expected: Gradients,
+        described: Mapping[GradientKey, Description | None],
+        tolerance: Tolerance,
+    ) -> None:
+        self._expected = {
+            key: None if value is None else dense(value).reshape(-1).numpy()
+            for key, value in expected.items()
+        }
+        self._described = described
+        self._several_steps = len({step for step, _ in expected}) > 1
+        self._norms = {
+            key: math.sqrt(value.dot(value))
+            for key, value in self._expected.items()
+            if value is not None
+        }
+        # A norm can be zero because the squares of tiny numbers are.
+        self._zeros = {
+            key
+            for key, norm in self._norms.items()
+            if norm == 0 and not np.any(self._expected[key])
+        }
+        self._tolerance = tolerance
+        self._ranks: dict[int, Mapping[GradientKey, Description | None]] = {}
+        self._sums: dict[tuple[int, GradientKey], _Sums] = {}
+
+    def begin(self, rank: int, described: Mapping[GradientKey, Description | None]) -> None:
+        """Announce the gradients of a rank. Unexpected ones need not be added afterwards."""
+        self._ranks[rank] = described
+        for key in described.keys() & self._described.keys():
+            description, expected = described[key], self._described[key]
+            if description is not None and (
+                expected is None or description.shape == expected.shape
+            ):
+                self._sums[rank, key] = _Sums()
+
+    def add(self, rank: int, chunk: Chunk) -> None:
+        """Take in one chunk. Chunks of parameters that are not expected are ignored."""
+        sums = self._sums.get((rank, chunk.key))
+        if sums is None:
+            return
+        flat = chunk.values
+        sums.seen += flat.numel()
+        sums.bits.update(chunk.offset.to_bytes(8, "little"))
+        hash_bytes(sums.bits, flat)
+        whole = self._expected.get(chunk.key)
+        if whole is None:
+            sums.zero = sums.zero and not bool(flat.any())
+            return
+        if chunk.offset + flat.numel() > whole.size:
+            return
+        # This is in numpy: for small gradients, a call into torch costs more than the arithmetic.
+        truth = whole[chunk.offset : chunk.offset + flat.numel()]
+        values = flat.double().numpy()
+        with np.errstate(all="ignore"):
+            difference = values - truth
+            sums.difference += float(difference @ difference)
+            square = float(values @ values)
+            sums.zero = sums.zero and square == 0 and not values.any()
+            sums.measured += square
+            sums.product += float(values @ truth)
+            if difference.any():
+                rms = self._norms[chunk.key] / math.sqrt(whole.size)
+                scale = np.maximum(np.abs(truth), rms)
+                np.abs(difference, out=difference)
+                sums.largest = max(sums.largest, _not_nan(float(difference.max())))
+                relative = difference / scale
+                place = int(relative.argmax())  # the first NaN, if there is one
+                if (worst := _not_nan(float(relative[place]))) > sums.element:
+                    sums.element, sums.place = worst, chunk.offset + place
+
+    def finish(
+        self,
+        noise: Mapping[GradientKey, Noise],
+        autocast: torch.dtype | None = None,
+        tolerance: Tolerance | None = None,
+    ) -> Comparison:
+        """The comparison of all chunks added. The method may be called again with other ``noise``.
+
+        ``autocast``: the dtype in which autocast let parts of the step compute, if it did.
+        ``tolerance``: the one to apply, if it is not that of the constructor.
+
+        Raises SuiteBug if announced chunks are missing.
+        """
+        for (rank, key), sums in self._sums.items():
+            announced = self._ranks[rank][key]
+            if self._described[key] is None or announced is None:
+                continue
+            if sums.seen != math.prod(announced.shape):
+                raise SuiteBug(
+                    f"{self._label(key)} of rank {rank} is {announced}, "
+                    f"but {sums.seen} elements arrived"
+                )
+        unlike = tuple(self._unlike())
+        tolerances = {
+            step: replace(tolerance or self._tolerance, whole=math.sqrt(squares))
+            for step, squares in _squares_by_step(self._norms).items()
+        }
+        parameters = [
+            self._parameter(key, noise.get(key, Noise()), autocast, tolerances[key[0]])
+            for key in self._norms
+        ]
+        compared = tuple(parameter for parameter in parameters if parameter.by_rank)
+        forms = other_forms(unlike)
+        of_some_ranks = dict(apart(forms, self._ranks))
+        return Comparison(
+            parameters=compared,
+            structure=(*differences(unlike, self._label), *of_some_ranks.values()),
+            ranks=tuple(sorted(self._ranks)),
+            elements=sum(math.prod(parameter.shape) for parameter in compared),
+            other_forms=tuple(form for form in forms if form not in of_some_ranks),
+        )
+
+    def _label(self, key: GradientKey) -> str:
+        step, name = key
+        return f"{name} (step {step + 1})" if self._several_steps else name
+
+    def _unlike(self) -> Iterator[Unlike]:
+        """The gradients whose structure is not the expected one."""
+        for rank, measured in sorted(self._ranks.items()):
+            for key, description in self._described.items():
+                found = measured.get(key)
+                if found != description or key not in measured:
+                    sums = self._sums.get((rank, key))
+                    zero = found is not None and sums is not None and sums.is_zero(found.shape)
+                    expected = Structure(description, key in self._zeros)
+                    yield Unlike(rank, key, Structure(found, zero, key in measured), expected)
+            for key in measured.keys() - self._described.keys():
+                yield Unlike(rank, key, Structure(measured[key]), expected=None)
+
+    def _parameter(
+        self,
+        key: GradientKey,
+        noise: Noise,
+        autocast: torch.dtype | None,
+        tolerance: Tolerance,
+    ) -> ParameterComparison:
+        norm, described = self._norms[key], self._described[key]
+        assert described is not None
+        dtypes = [described.dtype, *([] if autocast is None else [autocast])]
+        dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        limit = tolerance.limit(norm, noise, dtype, math.prod(described.shape))
+        by_rank, bits = [], set()
+        for rank, measured in sorted(self._ranks.items()):
+            description = measured.get(key)
+            if description is None or description.shape != described.shape:
+                absent = b"zeros" if key in self._zeros else b"absent"
+                bits.add(absent if description is None else b"other shape")
+                continue
+            sums = self._sums[rank, key]
+            bits.add(b"zeros" if sums.zero else sums.bits.digest())
+            by_rank.append(_rank_error(rank, sums, norm, limit, _index(sums, described.shape)))
+        return ParameterComparison(
+            self._label(key),
+            key,
+            described.shape,
+            norm,
+            limit,
+            tuple(by_rank),
+            ranks_agree=len(bits) <= 1,
+        )
+
+
+def _rank_error(
+    rank: int, sums: _Sums, norm: float, limit: Limit, place: tuple[int, ...]
+) -> RankError:
+    distance, size = math.sqrt(_not_nan(sums.difference)), math.sqrt(_not_nan(sums.measured))
+    factor = sums.product / (norm * norm) if norm * norm > 0 else math.nan
+    rest = sums.measured - factor * sums.product if norm * norm > 0 else sums.measured
+    return RankError(
+        rank=rank,
+        distance=distance,
+        error=relative_to(distance, norm),
+        element=sums.element,
+        factor=factor,
+        unexplained=relative_to(math.sqrt(max(0.0, _not_nan(rest))), size),
+        ratio=relative_to(size, norm),
+        within=distance <= limit.absolute and sums.element <= limit.element,
+        place=place,
+        alone=0 < sums.difference < MOSTLY_ONE * sums.largest * sums.largest,
+        bits=b"" if sums.zero else sums.bits.digest(),
+    )
+
+
+def _squares_by_step(norms: Mapping[GradientKey, float]) -> dict[int, float]:
+    """The squared norm of all gradients of a step together.
+
+    Every step has its own, so that large gradients in one step cannot hide a fault in another.
+    """
+    squares: dict[int, float] = {}
+    for (step, _), norm in norms.items():
+        squares[step] = squares.get(step, 0.0) + norm * norm
+    return squares
+
+
+def _index(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
+    place, index = sums.place, []
+    for size in reversed(shape) if all(shape) else ():
+        place, last = divmod(place, size)
+        index.append(last)
+    return tuple(reversed(index))
+
+
+def _not_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+# Compare gradients that are all in the memory of this process.
+
+
+def compare(
+    expected: Mapping[str, Tensor | None],
+    measured: Mapping[int, Mapping[str, Tensor | None]],
+    tolerance: Tolerance,
+    noise: Mapping[str, Noise] | None = None,
+) -> Comparison:
+    """Compare the gradients of every rank, ``measured[rank][name]``, with the expected ones.
+
+    ``expected`` are the true gradients, in float64. Raises SuiteBug if a measured gradient shares
+    its memory with the expected one, since comparing a gradient with itself shows nothing.
+    """
+    truth = in_first_step(expected)
+    described = {
+        key: description and Description(description.shape, tolerance.dtype, description.layout)
+        for key, description in describe(truth).items()
+    }
+    comparator = Comparator(truth, described, tolerance)
+    for rank, by_name in measured.items():
+        gradients = in_first_step(by_name)
+        for key, gradient in gradients.items():
+            _check_memory(rank, key, gradient, truth.get(key))
+        comparator.begin(rank, describe(gradients))
+        for chunk in chunks(gradients):
+            comparator.add(rank, chunk)
+    return comparator.finish({(0, name): value for name, value in (noise or {}).items()})
+
+
+def _check_memory(
+    rank: int, key: GradientKey, gradient: Tensor | None, expected: Tensor | None
+) -> None:
+    if gradient is None or expected is None or not gradient.numel():
+        return
+    if gradient.is_sparse or expected.is_sparse:
+        return
+    if gradient.data_ptr() == expected.data_ptr():
+        raise SuiteBug(f"{key[1]} of rank {rank} is the reference itself: same memory")
+
+
+# Gradients travel between processes in chunks, so that neither holds a second copy of all.
+
+CHUNK_BYTES = 16 * 2**20
+"""The largest size of a chunk."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``offset`` to ``offset + values.numel()`` of one flattened gradient.
+
+    ``values``: they are contiguous, on the CPU, and have no graph.
+    """
+
+    key: GradientKey
+    offset: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class RawChunk:
+    """A chunk on its way between processes: as bytes, since numpy has no bfloat16."""
+
+    key: GradientKey
+    offset: int
+    dtype: torch.dtype
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+    def open(self) -> Chunk:
+        return Chunk(self.key, self.offset, torch.from_numpy(self.data).view(self.dtype))
+
+
+def chunks(gradients: Gradients) -> Iterator[Chunk]:
+    """All gradients, flattened and cut into chunks. An empty gradient has no chunk."""
+    for key, gradient in gradients.items():
+        if gradient is None:
+            continue
+        flat = dense(gradient).reshape(-1)
+        size = max(1, CHUNK_BYTES // flat.element_size())
+        for offset in range(0, flat.numel(), size):
+            yield Chunk(key, offset, flat[offset : offset + size].cpu().contiguous())
+
+
+def raw_messages(gradients: Gradients) -> Iterator[list[RawChunk]]:
+    """All gradients as messages of at most CHUNK_BYTES, in which small chunks travel together."""
+    message: list[RawChunk] = []
+    size = 0
+    for chunk in chunks(gradients):
+        data = chunk.values.view(torch.uint8).numpy()
+        if message and size + data.nbytes > CHUNK_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(RawChunk(chunk.key, chunk.offset, chunk.values.dtype, data))
+        size += data.nbytes
+    if message:
+        yield message
+
+
+# Everything but the values of a gradient: whether there is one, its shape, dtype and form.
+
+
+class Form(Enum):
+    """The forms in which the same values can come."""
+
+    ABSENT = "no gradient"
+    ZEROS = "a gradient of zeros"
+    SPARSE = "sparse"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class OtherForm:
+    """A gradient that has the values of the big batch on these ranks, but another form.
+
+    An optimizer may treat the forms differently: it skips a parameter without a gradient, but
+    weight decay and momentum move a parameter whose gradient is zero.
+    """
+
+    name: str
+    in_big_batch: Form
+    on_ranks: Form
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of one gradient. ``zero`` is True if all its elements are zeros.
+
+    ``description`` is None without a gradient. ``named`` is False if not even its name is there.
+    """
+
+    description: Description | None
+    zero: bool = False
+    named: bool = True
+
+    @property
+    def is_nothing(self) -> bool:
+        """True if there is no gradient, or one of zeros: these count as equal."""
+        return self.description is None or self.zero
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """A gradient of a rank whose structure is not that of the big batch.
+
+    ``expected`` is None for a name that no parameter of the model has.
+    """
+
+    rank: int
+    key: GradientKey
+    found: Structure
+    expected: Structure | None
+
+    @property
+    def difference(self) -> str:
+        """What differs, as a clause; "" if nothing but the form does."""
+        if self.expected is None:
+            return "is not a parameter of the model"
+        found, right = self.found.description, self.expected.description
+        if found is None or right is None:
+            if self.found.is_nothing and self.expected.is_nothing:
+                return ""
+            return f"is {found}, expected {right}" if self.found.named else "is missing"
+        if found.shape != right.shape:
+            return f"is {found}, expected {right}"
+        if found.dtype != right.dtype:
+            return f"is {found.dtype_name} instead of {right.dtype_name}"
+        return ""
+
+    @property
+    def forms(self) -> tuple[Form, Form] | None:
+        """The form in the big batch, and the one that was found; None if something else differs."""
+        if self.expected is None or self.difference:
+            return None
+        found, right = self.found.description, self.expected.description
+        if found is not None and right is not None:
+            forms = Form.SPARSE, Form.DENSE
+            return forms if right.is_sparse else forms[::-1]
+        one = found or right
+        if one is None or not prod(one.shape):
+            return None
+        return (Form.ABSENT, Form.ZEROS) if right is None else (Form.ZEROS, Form.ABSENT)
+
+
+def differences(unlike: Iterable[Unlike], label: Callable[[GradientKey], str]) -> tuple[str, ...]:
+    """One sentence for every difference, by rank and then in alphabetical order."""
+    sentences = (
+        (one.rank, f"rank {one.rank}: {label(one.key)} {one.difference}")
+        for one in unlike
+        if one.difference
+    )
+    return tuple(sentence for _, sentence in sorted(sentences))
+
+
+def apart(forms: Iterable[OtherForm], ranks: Iterable[int]) -> Iterator[tuple[OtherForm, str]]:
+    """The forms that only some of the ranks have, and what follows from it, as a sentence.
+
+    Weight decay or momentum would move the parameter on these ranks alone.
+    """
+    every_rank = set(ranks)
+    for form in forms:
+        if Form.ZEROS in (form.in_big_batch, form.on_ranks) and set(form.ranks) != every_rank:
+            listed = ", ".join(map(str, form.ranks))
+            noun = "rank" if len(form.ranks) == 1 else "ranks"
+            yield (
+                form,
+                f"{noun} {listed}: {form.name} has {form.on_ranks.value}, and on other ranks "
+                f"{form.in_big_batch.value}: an optimizer may move them apart",
+            )
+
+
+def other_forms(unlike: Iterable[Unlike]) -> tuple[OtherForm, ...]:
+    """The gradients whose form differs, in any step, and nothing else does."""
+    ranks: dict[tuple[str, Form, Form], set[int]] = {}
+    for one in unlike:
+        if one.forms is not None:
+            ranks.setdefault((one.key[1], *one.forms), set()).add(one.rank)
+    return tuple(OtherForm(*form, ranks=tuple(sorted(having))) for form, having in ranks.items())

@@ -10,37 +10,37 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.comparison import ParameterComparison
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.comparison.expected import Expected
+from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.tolerance import Noise
-from ddp_equivalence.diagnosis.batch_parts import PartsByRank
-from ddp_equivalence.diagnosis.catalogue_cache import catalogue_cache, without_ranks
-from ddp_equivalence.diagnosis.diagnose import diagnose
+from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
 from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
-from ddp_equivalence.diagnosis.drawn_findings import findings_of_drawn
-from ddp_equivalence.diagnosis.drawn_numbers import DrawnView, drawn_view
-from ddp_equivalence.diagnosis.example_gradients import GradientCache
-from ddp_equivalence.diagnosis.finding import Finding
-from ddp_equivalence.diagnosis.kept_elements import kept_elements
-from ddp_equivalence.diagnosis.lines_beside_a_cause import (
+from ddp_equivalence.diagnosis.draws import (
+    DrawnView,
+    ReferenceDraws,
+    drawn_view,
+    draws_of_the_big_batch,
+    findings_of_drawn,
+)
+from ddp_equivalence.diagnosis.example_gradients import (
+    GradientCache,
+    PartsByRank,
+    catalogue_cache,
+    without_ranks,
+)
+from ddp_equivalence.diagnosis.hypothesis import why_unpredictable
+from ddp_equivalence.diagnosis.localisation import (
+    Localisation,
     findings_beside_one_rank,
+    localise,
+    multiples_of_weights,
     one_rank_shows_more,
 )
-from ddp_equivalence.diagnosis.localisation import Localisation, localise, multiples_of_weights
-from ddp_equivalence.diagnosis.measured_view import (
-    first_wrong_step,
-    left_same_bits,
-    with_measurement,
-)
-from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
-from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws, draws_of_the_big_batch
-from ddp_equivalence.diagnosis.repairs.find_repairs import find_repairs
-from ddp_equivalence.diagnosis.repairs.repair import Repairs
+from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs, find_repairs
 from ddp_equivalence.diagnosis.setting import setting_of
-from ddp_equivalence.diagnosis.share_fit import NoShares
-from ddp_equivalence.diagnosis.shares import Shares, shares_of
+from ddp_equivalence.diagnosis.shares import NoShares, Shares, kept_elements, shares_of
 from ddp_equivalence.diagnosis.time_left import (
     BY_RANK,
     CAUSES,
@@ -50,14 +50,11 @@ from ddp_equivalence.diagnosis.time_left import (
     OutOfTime,
     TimeLeft,
 )
-from ddp_equivalence.diagnosis.unpredictable import why_unpredictable
-from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import (
-    lines_to_edit,
-    with_one_rank,
-)
-from ddp_equivalence.diagnosis.whereabouts.without_view import where_without_view
+from ddp_equivalence.diagnosis.vacuity import NearestFault, nearest_fault
+from ddp_equivalence.diagnosis.view import View, first_wrong_step, left_same_bits, with_measurement
+from ddp_equivalence.diagnosis.whereabouts import parting
+from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import where_without_view
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_to_edit, with_one_rank
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
@@ -81,14 +78,14 @@ class Analysis:
         self.observed: Mapping[int, Observation] = {}
         self.why_not_watched = ""
         self.time = TimeLeft()
-        self._beside: beside_one_rank.BesideOneRank | None = None
+        self._beside: parting.BesideOneRank | None = None
         self.repairs = Repairs()
 
     def look_further(self) -> None:
         """Where no cause was seen happening: run the step on one rank as well, and edited."""
         best = self.findings[0] if self._has_cause else None
         if self.view is not None and one_rank_shows_more(best):
-            self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
+            self._beside = parting.beside_one_rank(self.view, self._request)
             self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
             best = self.findings[0] if self._has_cause else None
         if self.drawn is None and (best is None or best.is_guess or not best.lines):
@@ -182,7 +179,7 @@ class Analysis:
         step = self.first_wrong_step
         view, other_bits = self._view_of_step(step), self.repeated is False
         seen = view and with_measurement(view, self.measurement, self.observed, step, other_bits)
-        return seen and beside_one_rank.asking_one_rank(seen, self._request)
+        return seen and parting.asking_one_rank(seen, self._request)
 
     @cached_property
     def why_no_view(self) -> str:

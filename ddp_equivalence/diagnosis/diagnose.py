@@ -1,44 +1,52 @@
-"""Rank the explanations by how much of the measured gradients each leaves unexplained."""
+"""Ranks the explanations by how much of the measured gradients each leaves unexplained."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
+from torch import Tensor
 
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.diagnosis.causes import HYPOTHESES, ranks_differ_by_rounding
-from ddp_equivalence.diagnosis.finding import (
-    Finding,
-    finding_from_observation,
-    finding_without_prediction,
-)
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
-from ddp_equivalence.diagnosis.limits_by_parameter import (
+from ddp_equivalence.diagnosis.examples_read import is_divided_up
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
     LimitByName,
+    Prediction,
+    WrongFactor,
+    common_loss_factor,
     explains_every_parameter,
     limits_by_name,
 )
-from ddp_equivalence.diagnosis.pointing import pointed
-from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ROUNDING, ranked, without_rounding
-from ddp_equivalence.diagnosis.remaining_factor import (
-    one_cause_and_a_factor,
-    with_factor_of_own_gradients,
+from ddp_equivalence.diagnosis.lines.of_gradients import (
+    fix_of_dropped_results,
+    lines_of_dropped_results,
 )
-from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    lines_of_divisor,
+    lines_of_lost_results,
+    with_origins_of_groups,
+)
+from ddp_equivalence.diagnosis.lines.origins import lines_behind
+from ddp_equivalence.diagnosis.lines.source_tree import OF_PLACE, run_lines, with_call_sites
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import (
     CAUSES,
     OBSERVED_CAUSES,
     TWO_CAUSES,
     OutOfTime,
 )
-from ddp_equivalence.diagnosis.two_causes import two_causes_at_once
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES
+
+# Rank the explanations by how much of the measured gradients each leaves unexplained.
 
 MOST_ACCEPTED = 0.3
 """An explanation that leaves more unexplained is never accepted, however coarse the precision."""
@@ -203,3 +211,471 @@ def _observed_cause(view: View) -> Finding | None:
         if indication is not None and indication.supports and indication.conclusive:
             return finding_from_observation(hypothesis, indication.because)
     return None
+
+
+# Adds to the explanations that are believed the lines of code to look at, and what to write.
+
+_BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
+
+OF_THE_LOSS = frozenset(
+    {
+        *("mean_not_sum", "sum_not_mean", "gather_without_gradient", "accumulation_not_divided"),
+        *("uneven_shards_weighted_equally", "token_counts_weighted_equally", "averaged_twice"),
+        *("mean_of_node_means", "scaler_differs_between_ranks", "local_loss_summed"),
+        *("gradient_scaled_not_unscaled", "last_window_divided_by_full"),
+        *("batch_statistics_local", "statistic_not_additive", "divided_by_local_world_size"),
+        "divided_by_another_count",
+    }
+)
+"""The causes that a wrong count or a wrong loss may have."""
+
+OF_A_NUMBER = frozenset(
+    {"averaged_twice", "sum_not_mean", "gradient_scaled_not_unscaled", "accumulation_not_divided"}
+    | {"last_window_divided_by_full", "local_loss_summed", "gather_without_gradient"}
+)
+"""The causes whose faulty line multiplies or divides by a number."""
+
+
+def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
+    """The findings; those that are believed get their lines and their fix."""
+    return tuple(_pointed(finding, view) if finding.accepted else finding for finding in findings)
+
+
+def _pointed(finding: Finding, view: View) -> Finding:
+    hypothesis = _BY_NAME.get(finding.cause)
+    if hypothesis is None:
+        return finding
+    words = hypothesis.words(view) or finding
+    return replace(
+        finding,
+        sentence=words.sentence,
+        headline=words.headline,
+        is_guess=words.is_guess,
+        fix=fix_of_dropped_results(view) or hypothesis.fix(view),
+        lines=_lines(hypothesis, view),
+        more=tuple(_pointed(one, view) for one in finding.more),
+    )
+
+
+def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
+    """Those of the cause, and a collective whose result nothing uses.
+
+    Where the reduction is wrong, only a collective of gradients can have to do with it.
+    """
+    lines = hypothesis.lines(view)
+    if hypothesis.name in OF_PLACE:
+        lines = with_call_sites(view, lines)
+    lines = with_origins_of_groups(view, lines)
+    known = {one.line for one in lines}
+    lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
+    lost += [one for one in lines_of_dropped_results(view) if one not in lost]
+    found = [*(one for one in lost if one.line not in known), *lines]
+    rank = min(view.observed.by_rank, default=0)
+    if hypothesis.name in OF_A_NUMBER and len(found) < MOST_LINES:
+        made = [line for one in lines if one.is_fault for line in _numbers(view, rank, one)]
+        found = [*(one for one in made[:1] if one.line not in known), *found]
+    faults = [one for one in found if one.is_fault and not one.missing]
+    for fault in faults[:1]:
+        known = {one.line for one in found}
+        behind = lines_behind(run_lines(view, rank), fault.line, MOST_LINES, only_attributes=True)
+        found += [one for one in behind if one.line not in known]
+    return tuple(found[: max(MOST_LINES, len(lines))])
+
+
+def _numbers(view: View, rank: int, pointed: PointedLine) -> list[PointedLine]:
+    return [replace(one, is_fault=True) for one in lines_of_divisor(view, rank, pointed.line)]
+
+
+# Two causes at once: one predicts the gradient up to a factor, the other is that factor.
+
+WHOLE = 1e-6
+"""A divisor is a whole number if it is as near as this, relative to itself."""
+
+
+@dataclass(frozen=True)
+class ScaledPrediction:
+    """A prediction that fits once it is multiplied by ``factor``, up to the ``residual``.
+
+    ``is_a_right_step``: ranks that make neither mistake would hold the same.
+    """
+
+    hypothesis: Hypothesis
+    prediction: Prediction
+    factor: float
+    residual: float
+    is_a_right_step: bool
+
+
+def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName) -> list[Finding]:
+    """Every pair of causes that together leave at most this much unexplained.
+
+    Raises OutOfTime.
+    """
+    findings: dict[tuple[str, ...], Finding] = {}
+    for scaled in scaled_predictions(view, most_unexplained, limits):
+        if scaled.is_a_right_step:
+            continue
+        for hypothesis, factor in _wrong_factors(view):
+            agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
+            if agrees and hypothesis.name != scaled.hypothesis.name:
+                if _is_one_wrong_divisor(view, scaled):
+                    continue
+                finding = _finding(view, scaled, hypothesis, factor)
+                findings.setdefault(finding.causes, finding)
+    return list(findings.values())
+
+
+def scaled_predictions(
+    view: View, most_unexplained: float, limits: LimitByName
+) -> Iterator[ScaledPrediction]:
+    """The predictions that fit the measurement once they are multiplied by some factor."""
+    for hypothesis in HYPOTHESES:
+        view.time.require()
+        if _is_refuted(view, hypothesis):
+            continue
+        for prediction in hypothesis.predict(view):
+            if prediction.fitted or nearly_equal(prediction.by_rank, view.expected_by_rank):
+                continue
+            factor = _nearest_factor(view.measured.by_rank, prediction.by_rank)
+            if factor is None:
+                continue
+            residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
+            both = factor * prediction.by_rank
+            if residual <= most_unexplained and explains_every_parameter(view, both, limits):
+                cancel = _cancel_each_other(view, both)
+                yield ScaledPrediction(hypothesis, prediction, factor, residual, cancel)
+
+
+def _is_one_wrong_divisor(view: View, scaled: ScaledPrediction) -> bool:
+    """True if dividing the sum over the ranks by one wrong number explains as much as two causes.
+
+    So it is where both causes are factors, and nothing was observed of the first one.
+    """
+    both = scaled.factor * scaled.prediction.by_rank
+    square = float((view.expected_by_rank * view.expected_by_rank).sum())
+    factor = float((both * view.expected_by_rank).sum()) / square if square > 0 else 0.0
+    if factor <= 0 or not nearly_equal(both, factor * view.expected_by_rank):
+        return False
+    indication = scaled.hypothesis.indication(view)
+    divisor = view.world_size / factor
+    return indication is None and abs(divisor - round(divisor)) < WHOLE * divisor
+
+
+def _cancel_each_other(view: View, both: Tensor) -> bool:
+    """True if the causes together leave what ranks hold that make neither mistake.
+
+    That is the big batch, or what the ranks have computed themselves, however wrong, reduced as it
+    should be. ``both``: what the causes together predict.
+    """
+    add_up = view.parts.add_up_to_the_big_batch
+    own = (local.sum(0) if add_up else local.mean(0) for local in view.local_gradients)
+    return any(nearly_equal(both, view.on_every_rank(one)) for one in (view.expected, *own))
+
+
+def _wrong_factors(view: View) -> Iterator[tuple[Hypothesis, WrongFactor]]:
+    for hypothesis in HYPOTHESES:
+        if not _is_refuted(view, hypothesis):
+            for factor in hypothesis.factors(view):
+                yield hypothesis, factor
+
+
+def _is_refuted(view: View, hypothesis: Hypothesis) -> bool:
+    indication = hypothesis.indication(view)
+    return indication is not None and not indication.supports
+
+
+def _nearest_factor(measured: Tensor, predicted: Tensor) -> float | None:
+    """The number k for which k times the prediction is nearest to the measurement."""
+    square = float((predicted * predicted).sum())
+    product = float((measured * predicted).sum())
+    return product / square if square > 0 and product == product else None
+
+
+def _finding(
+    view: View, scaled: ScaledPrediction, second: Hypothesis, factor: WrongFactor
+) -> Finding:
+    first = scaled.hypothesis
+    indication = first.indication(view)
+    return replace(
+        finding_without_prediction(first),
+        unexplained=without_rounding(scaled.residual),
+        fits=True,
+        detail="; ".join(filter(None, (scaled.prediction.detail, factor.detail))),
+        because=indication.because if indication else "",
+        more=(finding_without_prediction(second),),
+    )
+
+
+# One cause, and a factor besides that all gradients have in common and that no cause explains.
+
+ONE = 1e-4
+"""A factor is one if it differs by less."""
+
+
+def one_cause_and_a_factor(
+    view: View, most_unexplained: float, limits: LimitByName
+) -> list[Finding]:
+    """Every cause that explains all but one positive factor. Raises OutOfTime.
+
+    If the cause itself only multiplies the right gradient, or if the ranks may have reduced wrong
+    gradients as they should, the factor must be that of the losses at which backward was seen to
+    begin: any number would be explained otherwise. It must then be nearer to 1 than both are
+    together: losses that are divided by a count of all ranks begin at 1 / world size of their own
+    mean, and to sum their gradients is right, so that not the sum is wrong, but the count.
+    """
+    findings: dict[str, Finding] = {}
+    of_losses, own_with_a_factor = _factor_of_losses(view), _holds_own_with_a_factor(view)
+    for scaled in scaled_predictions(view, most_unexplained, limits):
+        if scaled.factor <= 0 or _is(scaled.factor, 1.0):
+            continue
+        anything_fits = _is_multiple_of_right(view, scaled.prediction.by_rank) or own_with_a_factor
+        seen = of_losses is not None and _is(of_losses, scaled.factor)
+        is_likely = seen and _is_the_lesser(scaled, view)
+        if (anything_fits or scaled.is_a_right_step) and not is_likely:
+            continue
+        finding = finding_without_prediction(scaled.hypothesis)
+        indication = scaled.hypothesis.indication(view)
+        findings.setdefault(
+            finding.cause,
+            replace(
+                finding,
+                unexplained=without_rounding(scaled.residual),
+                fits=True,
+                detail=scaled.prediction.detail,
+                because=indication.because if indication else "",
+                fitted=True,
+                besides=scaled.factor,
+            ),
+        )
+    return list(findings.values())
+
+
+def _is_the_lesser(scaled: ScaledPrediction, view: View) -> bool:
+    """True unless the cause and the factor together multiply the right gradient by a number that is
+    as near to 1 as the factor.
+    """
+    right, held = view.expected_by_rank, scaled.factor * scaled.prediction.by_rank
+    square = float((right * right).sum())
+    together = float((held * right).sum()) / square if square > 0 else 0.0
+    return together <= 0 or abs(math.log(scaled.factor)) < abs(math.log(together))
+
+
+def with_factor_of_own_gradients(findings: tuple[Finding, ...], view: View) -> tuple[Finding, ...]:
+    """The findings; those that were predicted from what the ranks were seen to compute get the
+    factor that all of this has beside what their rows give. Raises OutOfTime.
+    """
+    if not any(one.accepted for one in findings):
+        return findings
+    if is_divided_up(view) is False:
+        return findings  # what is read twice, or not at all, has other counts
+    factor = _factor_of_own_gradients(view)
+    if factor is None or _is_multiple_of_right(view, view.measured.by_rank):
+        return findings
+    return tuple(
+        replace(one, besides=factor) if _is_left_by(one, view, factor) else one for one in findings
+    )
+
+
+def _is_left_by(finding: Finding, view: View, factor: float) -> bool:
+    """True if a prediction of this cause fits only once it is multiplied by the factor."""
+    if not finding.accepted or finding.more or finding.fitted:
+        return False
+    named = (one for one in HYPOTHESES if one.name == finding.cause)
+    predictions = [one for hypothesis in named for one in hypothesis.predict(view)]
+    return any(nearly_equal(view.measured.by_rank, factor * one.by_rank) for one in predictions)
+
+
+def _factor_of_own_gradients(view: View) -> float | None:
+    """What all own gradients are multiplied by, as seen; None if that is 1, or not the same."""
+    contributions, count = view.parts.contributions(), view.parts.micro_batches_per_rank
+    if view.observed_gradients is None or contributions is None or not view.local_gradients:
+        return None
+    if view.parts.add_up_to_the_big_batch:
+        if count is None:
+            return None
+        contributions = count * contributions
+    local = view.local_gradients[0]
+    square = float((contributions * contributions).sum())
+    if not square > 0:
+        return None
+    factor = float((local * contributions).sum()) / square
+    if _is(factor, 1.0) or factor <= 0 or not nearly_equal(local, factor * contributions):
+        return None
+    return factor
+
+
+def _factor_of_losses(view: View) -> float | None:
+    """By what the losses of a window, taken together, are multiplied; None if that is 1."""
+    common = common_loss_factor(view)
+    if common is None or view.parts.add_up_to_the_big_batch:
+        return None
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    factor = common * counts.pop() if len(counts) == 1 else 1.0
+    return None if _is(factor, 1.0) else factor
+
+
+def _holds_own_with_a_factor(view: View) -> bool:
+    """True if all ranks hold a multiple of the mean of what they computed, right or wrong."""
+    held = view.measured.by_rank
+    for local in view.local_gradients:
+        own = view.on_every_rank(local.mean(0))
+        square = float((own * own).sum())
+        if square > 0 and nearly_equal(held, float((held * own).sum()) / square * own):
+            return True
+    return False
+
+
+def _is_multiple_of_right(view: View, by_rank: Tensor) -> bool:
+    square = float((view.expected_by_rank * view.expected_by_rank).sum())
+    product = float((by_rank * view.expected_by_rank).sum())
+    return square > 0 and nearly_equal(by_rank, product / square * view.expected_by_rank)
+
+
+def _is(factor: float, other: float) -> bool:
+    return abs(factor - other) <= ONE * abs(other)
+
+
+# The order of explanations, and which of those that fit are accepted.
+
+LEAST_ACCEPTED = 1e-10
+"""The rounding of float64: a right explanation may leave this much unexplained."""
+
+AS_GOOD = 2.0
+"""An explanation is as good as the best one if at most this many times as much is unexplained."""
+
+ROUNDING = 8.0
+"""It is also as good if it leaves at most this many eps of the case's dtype unexplained."""
+
+
+def without_rounding(residual: float) -> float:
+    """Zero for a residual that is only rounding, so that such explanations are equally good."""
+    return 0.0 if residual < LEAST_ACCEPTED / 10 else residual
+
+
+def ranked(findings: Sequence[Finding], dtype: torch.dtype) -> tuple[Finding, ...]:
+    """All findings, the best first; those that are as good as the best are accepted.
+
+    Equally good findings keep their order, which is the order in which hypotheses are believed.
+    """
+    candidates = _most_credible([finding for finding in findings if finding.explains])
+    best = min((finding.unexplained or 0.0 for finding in candidates), default=0.0)
+    most = max(AS_GOOD * best, ROUNDING * torch.finfo(dtype).eps, LEAST_ACCEPTED)
+    accepted = {id(finding) for finding in candidates if (finding.unexplained or 0.0) <= most}
+    return tuple(
+        sorted(
+            [replace(finding, accepted=id(finding) in accepted) for finding in findings],
+            key=_position,
+        )
+    )
+
+
+def _most_credible(explaining: list[Finding]) -> list[Finding]:
+    """The findings of the most credible kind that there is.
+
+    A finding that an observation supports is more credible than one that only fits the numbers.
+    Among either, a prediction that took no number from the measurement is more credible.
+    """
+    for observed, fitted in ((True, False), (True, True), (False, False), (False, True)):
+        group = [
+            finding
+            for finding in explaining
+            if bool(finding.because) is observed and finding.fitted is fitted
+        ]
+        if group:
+            return group
+    return []
+
+
+def _position(finding: Finding) -> tuple[bool, bool, float]:
+    residual = inf if finding.unexplained is None else in_order(finding.unexplained)
+    return not finding.accepted, not finding.fits, 0.0 if finding.accepted else residual
+
+
+# A finding: one explanation, compared with what was measured.
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One explanation and what it leaves unexplained: ||measured - predicted|| / ||measured||.
+
+    ``cause``: its public name. ``sentence``: what happened. ``look_at``: where in the code to look.
+    ``unexplained`` is None where nothing could be predicted. ``accepted``: this explanation is
+    believed. ``fits``: its numbers agree with the measurement; it is not accepted if a better
+    explanation fits too. ``would_show``: False where this cause leaves the big batch's gradient on
+    this case.
+
+    ``detail``: the ranks, numbers or micro-batches that it is about, as a clause of the report.
+    ``fitted``: some numbers of the prediction were taken from the measurement. ``because``: what
+    was observed for or against the cause. ``refuted``: this observation speaks against it.
+    ``tell_apart``: the change of the case after which no other cause leaves the same numbers.
+    ``more``: the other causes, where only several together explain the measurement. They bring
+    their sentence and the place to look; all else stands in the first one.
+
+    ``headline``: the sentence in a few words. ``fix``: what to write instead, on one line.
+    ``lines``: the lines of the user's code that show what happened. Both are given only where the
+    explanation is believed. ``is_guess``: its lines show no more than what the step does; that one
+    of them is wrong is told by the numbers alone. ``besides``: a factor that all gradients have
+    besides, which the cause does not explain; None without one.
+    """
+
+    cause: str
+    sentence: str
+    look_at: str
+    unexplained: float | None = None
+    accepted: bool = False
+    would_show: bool = True
+    fits: bool = False
+    detail: str = ""
+    because: str = ""
+    refuted: bool = False
+    tell_apart: str = ""
+    fitted: bool = False
+    more: tuple[Finding, ...] = ()
+    headline: str = ""
+    fix: str = ""
+    lines: tuple[PointedLine, ...] = ()
+    is_guess: bool = False
+    besides: float | None = None
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The names of all causes that it takes to explain the measurement."""
+        return (self.cause, *(one.cause for one in self.more))
+
+    @property
+    def explains(self) -> bool:
+        """True if the numbers fit and no observation speaks against the cause."""
+        return self.fits and not self.refuted
+
+
+def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
+    """A finding with the texts of the hypothesis, before anything is predicted or accepted."""
+    return Finding(
+        cause=hypothesis.name,
+        sentence=hypothesis.sentence,
+        look_at=hypothesis.look_at,
+        tell_apart=hypothesis.tell_apart,
+        headline=hypothesis.headline,
+    )
+
+
+def finding_from_observation(hypothesis: Hypothesis, because: str = "") -> Finding:
+    """A finding that fits by observation, or because the case makes it likely; no prediction."""
+    return replace(finding_without_prediction(hypothesis), fits=True, because=because)
+
+
+def finding_of_wrong_collectives(wrong: Sequence[str]) -> Finding:
+    """The finding that collectives give wrong answers. It comes before every cause in the step.
+
+    ``wrong``: the wrong answers, as phrases.
+    """
+    return Finding(
+        cause="collective_wrong",
+        sentence="The collectives themselves give wrong answers here, whatever the step does.",
+        look_at="the backend and its library, before the step: ddp-equivalence doctor tests them",
+        accepted=True,
+        fits=True,
+        headline="the collectives themselves answer wrongly",
+        fix="repair the backend, not the step: run ddp-equivalence doctor.",
+        because="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
+    )

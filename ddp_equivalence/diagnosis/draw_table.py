@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.draws import Draw
 from ddp_equivalence.measurement.observation import Indices
-from ddp_equivalence.measurement.random_draws import Draw
 
 ORDERS = ("randperm", "numpy.permutation")
 """Draws whose values are places of examples. They stay with the examples that they are about."""

@@ -1,28 +1,36 @@
-"""The gradient of any examples of the big batch, computed on one device without the others."""
+"""The loss and the gradient of any examples of the big batch; every prediction is made of these."""
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.build import build_model
+from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.training import Steps, Training
+from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.diagnosis.draw_table import DrawTable, Part
-from ddp_equivalence.diagnosis.loss_and_gradient import Drawn, loss_and_gradient_of
-from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
-from ddp_equivalence.measurement.random_draws import Draw
-from ddp_equivalence.ranks.threads import threads_for
+from ddp_equivalence.measurement.draws import Draw, DrawReplay
+from ddp_equivalence.ranks.deadlines import threads_for
+from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 from ddp_equivalence.strategies.sharded_batch import Indices
+
+# The gradient of any examples of the big batch, computed on one device without the others.
 
 
 @dataclass(frozen=True)
@@ -235,3 +243,269 @@ class ExampleGradients:
             return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))
         compared = {name: value for name, value in gradients.items() if name in sample.sizes}
         return LossAndGradient(loss, setting.scale * sample.of(compared), drawn.anything)
+
+
+# The loss and gradient of some examples alone; every prediction is made of these.
+
+OTHER_SEED = 7_919
+"""Added to a seed, it gives the seed of other random numbers."""
+
+
+@dataclass
+class Drawn:
+    """``anything``: a forward pass drew numbers from a generator of torch, numpy or random."""
+
+    anything: bool = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice inside the block whether the states of the generators change."""
+        torch_state, numpy_state = torch.get_rng_state(), _numpy_position()
+        python_state = random.getstate()
+        yield
+        self.anything |= (
+            numpy_state != _numpy_position()
+            or python_state != random.getstate()
+            or not torch.equal(torch_state, torch.get_rng_state())
+        )
+
+
+def _numpy_position() -> tuple[bytes, Any]:
+    state: Any = np.random.get_state()
+    return np.asarray(state[1]).tobytes(), state[2:]
+
+
+def loss_and_gradient_of(
+    case: Case,
+    batch: Any,
+    earlier_batches: Sequence[Any] = (),
+    training: Training | None = None,
+    generator: bytes = b"",
+    other_numbers: bool = False,
+    drawn: Drawn | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    draws: Sequence[Draw] | None = None,
+    computed_in: torch.dtype | None = torch.float64,
+) -> tuple[float, dict[str, Tensor | None]]:
+    """The loss of ``batch`` alone and its gradient by parameter name, as float64 numbers.
+
+    The weights are those that ``training`` on the ``earlier_batches`` leaves. ``generator`` is the
+    state that torch's generator gets before each forward pass; empty means the usual state.
+    ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
+    was drawn. ``buffers``: what the model's buffers hold before the last forward pass, if it is not
+    what the earlier ones have left. ``draws``: the random numbers that everything draws; NaN is
+    returned if it draws others. ``computed_in``: the dtype of model and batch; None for the case's.
+    Raises BadCase as the reference does, for instance if the loss needs more examples.
+    """
+    loss = loss_of_the_case(case)
+    left = len(earlier_batches)
+
+    def with_generators(model: nn.Module, batch: Any) -> Any:
+        nonlocal left
+        if buffers and not left:
+            _fill_buffers(model, buffers)
+        left -= 1
+        if generator:
+            torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+        if other_numbers:
+            seed = torch.initial_seed() + OTHER_SEED
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+        with (drawn or Drawn()).watching():
+            return loss(model, batch)
+
+    batches = [in_dtype(one, computed_in) for one in (*earlier_batches, batch)]
+    model, replay = build_model(case).to(computed_in), DrawReplay(draws or ())
+    with nullcontext() if draws is None else replay.watching():
+        gradients, losses = train(
+            case, model, batches, "gradients", training or Training(), with_generators
+        )
+    last = len(batches) - 1
+    if draws is not None and not replay.complete:
+        return float("nan"), {
+            name: torch.full_like(one, torch.nan) for name, one in model.named_parameters()
+        }
+    return losses[-1], {
+        name: None if gradient is None else gradient.double()
+        for (step, name), gradient in gradients.items()
+        if step == last
+    }
+
+
+def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Let the buffers of the model hold these values. Those of another shape are left alone."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])
+
+
+def gradient_of_outputs(
+    case: Case, batch: Any, computed_in: torch.dtype | None
+) -> tuple[Tensor, Tensor] | None:
+    """What the model returns for ``batch``, and the gradient of the loss with respect to it.
+
+    ``computed_in``: as above. None unless the loss calls the model once, and the model returns one
+    tensor. Raises BadCase as the reference does.
+    """
+    outputs: list[Any] = []
+    model = build_model(case).to(computed_in)
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.retain_grad()
+        outputs.append(output)
+
+    handle = model.register_forward_hook(keep)
+    try:
+        train(case, model, [in_dtype(batch, computed_in)], "gradients", Training())
+    finally:
+        handle.remove()
+    if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].grad is None:
+        return None
+    return outputs[0].detach().double(), outputs[0].grad.double()
+
+
+# The parts of the big batch whose gradients the ranks average.
+
+PartsByRank = tuple[tuple[Indices, ...], ...]
+"""For every rank of the layout, the examples of each of its micro-batches."""
+
+
+@dataclass(frozen=True)
+class BatchParts:
+    """Each part is a micro-batch. Every rank of the layout averages the gradients of its parts.
+
+    ``by_rank`` is None where the parts are not known.
+    """
+
+    by_rank: PartsByRank | None
+    examples: ExampleGradients
+
+    @property
+    def count(self) -> int:
+        """The number of parts on all ranks; if they are not known, the number of ranks."""
+        if self.by_rank is None:
+            return self.examples.setting.world_size
+        return sum(map(len, self.by_rank))
+
+    @property
+    def micro_batches_per_rank(self) -> int | None:
+        """The number of micro-batches of each rank; None if it is not the same on all ranks."""
+        counts = {len(parts) for parts in self.by_rank or ()}
+        return counts.pop() if len(counts) == 1 else None
+
+    @property
+    def examples_by_rank(self) -> list[Indices]:
+        """For every rank, the examples of all its parts; empty where the parts are not known."""
+        return [tuple(index for part in parts for index in part) for parts in self.by_rank or ()]
+
+    def contributions(self) -> Tensor | None:
+        """The mean gradient of each rank's parts, shape (world size, elements); None if unknown."""
+        if self.by_rank is None:
+            return None
+        return torch.stack([torch.stack(self._gradients(parts)).mean(0) for parts in self.by_rank])
+
+    def total(self) -> Tensor | None:
+        """The sum of the gradients of all parts, shape (elements,); None if they are unknown."""
+        if self.by_rank is None:
+            return None
+        return torch.stack([g for parts in self.by_rank for g in self._gradients(parts)]).sum(0)
+
+    @cached_property
+    def add_up_to_the_big_batch(self) -> bool:
+        """True if the big batch's gradient is the sum of the parts' gradients.
+
+        False if only one part has a gradient: the big batch may then be their mean just as well.
+        """
+        total = self.total()
+        if total is None:
+            return False
+        gradients = [g for parts in self.by_rank or () for g in self._gradients(parts)]
+        several = sum(bool(gradient.any()) for gradient in gradients) > 1
+        return several and nearly_equal(total, self.examples.expected)
+
+    def _gradients(self, parts: tuple[Indices, ...]) -> list[Tensor]:
+        return [self.examples.gradient(part) for part in parts]
+
+
+# What the checks of one catalogue case share, whatever their ranks are.
+
+
+def without_ranks(case: Case) -> Case:
+    """The case as one device sees it, which is the same for many layouts and shards.
+
+    Layout and shards change only the batch of a catalogue case: its size and, where the last shard
+    is padded, its targets.
+    """
+    if case.shards == "no_valid_token":
+        return case
+    return replace(case, layout="1x1", shards="equal", examples=case.catalogue_examples)
+
+
+@lru_cache(maxsize=256)
+def catalogue_cache(
+    case: Case, steps: Steps, step: int, training: Training, scale: float
+) -> GradientCache:
+    """Shared by the views of one catalogue case, since many strategies ask for the same parts."""
+    return {}
+
+
+# Where the elements of each parameter are in a gradient that is written as one vector.
+
+
+@dataclass(frozen=True)
+class ParameterElements:
+    """All parameters, flattened and joined to one vector of shape (elements,).
+
+    If the model is too large, ``sample`` keeps only every n-th element of each parameter.
+    ``of_model``: the number of elements of the whole model, if these are some parameters only.
+    """
+
+    sample: ElementSample[str]
+    of_model: int = 0
+
+    @property
+    def whole_total(self) -> int:
+        """The number of elements of the whole model, also where these are some parameters only."""
+        return self.of_model or self.total
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sample.sizes)
+
+    @property
+    def total(self) -> int:
+        """The number of elements of all parameters, including those outside the sample."""
+        return self.total_of(self.names)
+
+    def total_of(self, names: Iterable[str]) -> int:
+        """The number of elements of these parameters, including those outside the sample."""
+        return sum(self.sample.sizes[name] for name in names)
+
+    @cached_property
+    def places(self) -> dict[str, slice]:
+        """Parameter -> its place in a vector."""
+        places, begin = {}, 0
+        for name in self.names:
+            end = begin + self.sample.size(name)
+            places[name] = slice(begin, end)
+            begin = end
+        return places
+
+    def positions_of(self, names: Iterable[str]) -> Tensor:
+        """The positions of these parameters' elements in a vector."""
+        places = [self.places[name] for name in names]
+        return torch.cat([torch.arange(place.start, place.stop) for place in places])
+
+    def only(self, names: Sequence[str]) -> ParameterElements:
+        """The elements of these parameters alone."""
+        return ParameterElements(self.sample.only(names), self.whole_total)
+
+    def combined(self, inside: Tensor, outside: Tensor, names: frozenset[str]) -> Tensor:
+        """The values of ``inside`` for these parameters, and of ``outside`` for all others."""
+        combined = outside.clone()
+        for name in names & self.places.keys():
+            combined[..., self.places[name]] = inside[..., self.places[name]]
+        return combined

@@ -1,17 +1,21 @@
-"""The examples that the ranks really read, and the gradients that right code makes of them."""
+"""The examples that the ranks really read, and in which order."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.diagnosis.batch_parts import PartsByRank
-from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
-from ddp_equivalence.diagnosis.hypothesis import Prediction
+from ddp_equivalence.diagnosis.example_gradients import PartsByRank
+from ddp_equivalence.diagnosis.hypothesis import Prediction, ranks_by_number
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import all_divisors
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.observation import Observation
+
+# The examples that the ranks really read, and the gradients that right code makes of them.
 
 
 def predictions_from_examples_read(
@@ -168,3 +172,115 @@ def all_ranks_read_the_same(view: View) -> bool:
     read = view.observed.examples_read or ()
     distinct = {tuple(sorted(index for part in parts for index in part)) for parts in read}
     return len(read) > 1 and len(distinct) == 1 and distinct != {()}
+
+
+# Which examples were read by several ranks, more often than others, or by none, in words.
+
+MOST_GROUPS = 2
+
+
+def rows_read_unequally(view: View) -> str:
+    """The sentence; "" if all examples were read equally often, or if it is not known.
+
+    Ranks that share a model read the same rows: where every example is read by as many ranks, that
+    is said to be nothing.
+    """
+    if view.observed.examples_read is None:
+        return ""
+    if read_equally_often(view) or passes_of_read_examples(view):
+        return ""
+    text = "; ".join(texts_of_rows(view))
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def texts_of_rows(view: View) -> list[str]:
+    """Clauses: who reads the same examples, which are read again by one rank, and which by none."""
+    several = read_by_several_ranks(view)
+    texts: list[str] = []
+    for ranks, examples in list(several.items())[:MOST_GROUPS]:
+        word = "both" if len(ranks) == 2 else "all"
+        read = word if texts else f"{word} read example{'s' if len(examples) > 1 else ''}"
+        texts.append(f"{ranks_by_number(ranks)} {read} {_numbers(view, examples)}")
+    more = len(several) - MOST_GROUPS
+    if more > 0:
+        texts.append(f"{more} more set{'s' if more > 1 else ''} of ranks share others")
+    shared = {index for examples in several.values() for index in examples}
+    again = {
+        index: rank
+        for rank, times in enumerate(counted_reads(view))
+        for index, number in sorted(times.items())
+        if number > 1 and index not in shared
+    }
+    if again and not several:
+        who = ranks_by_number(sorted(set(again.values())))
+        verb = "reads" if len(set(again.values())) == 1 else "read"
+        word = "example" if len(again) == 1 else "examples"
+        texts.append(f"{who} {verb} {word} {_numbers(view, sorted(again))} more than once")
+    unread = _missed(view)
+    word = "" if texts else "example " if len(unread) == 1 else "examples "
+    texts += [f"no rank reads {word}{compact_numbers(unread)}"] if unread else []
+    return texts
+
+
+def _numbers(view: View, examples: Sequence[int]) -> str:
+    """The examples as text, with a note if equal ones may have been read instead of them."""
+    are_certain = view.observed.equal_where_read.isdisjoint(examples)
+    return compact_numbers(examples) + ("" if are_certain else " (or equal ones)")
+
+
+def _missed(view: View) -> list[int]:
+    """The examples that no rank read; [] if the big batch is the same without them, as where a mask
+    leaves them out.
+    """
+    unread = set(read_by_no_rank(view))
+    others = tuple(index for index in range(view.setting.example_count) if index not in unread)
+    if not unread or not others:
+        return sorted(unread)
+    is_same = nearly_equal(view.examples.gradient(others), view.expected)
+    return [] if is_same else sorted(unread)
+
+
+# The order in which the steps of a trainer read the examples, as its ranks were seen to do.
+
+
+def order_read(
+    observed: Mapping[int, Observation], sizes: Sequence[int], ranks: int
+) -> tuple[int, ...]:
+    """The examples of the batch in the order in which the steps read them, step after step.
+
+    Within a step they are sorted. A step that reads fewer examples than its big batch has is given
+    the first ones that no step reads. () if it is not known what was read, if it is the order of
+    the batch, if a step reads more, or if two steps read the same example.
+
+    ``sizes``: the number of examples of each step. ``ranks``: how many there are.
+    """
+    if len(observed) != ranks or len(sizes) < 2:
+        return ()
+    by_step = [_read_in(step, observed.values()) for step in range(len(sizes))]
+    known = [read for read in by_step if read is not None]
+    if len(known) < len(sizes) or any(
+        len(read) > size for read, size in zip(known, sizes, strict=True)
+    ):
+        return ()
+    times = Counter(chain.from_iterable(known))
+    if any(count > 1 for count in times.values()) or not times:
+        return ()
+    unread = iter([one for one in range(sum(sizes)) if one not in times])
+    order: list[int] = []
+    for read, size in zip(known, sizes, strict=True):
+        order += sorted([*read, *islice(unread, size - len(read))])
+    return () if order == sorted(order) else tuple(order)
+
+
+def _read_in(step: int, observed: Iterable[Observation]) -> frozenset[int] | None:
+    """The examples that the ranks read in this step; None if one of them is not known."""
+    read: set[int] = set()
+    for seen in observed:
+        parts = seen.rows_read(step)
+        if parts is None:
+            return None
+        for one in {one.candidates: one for part in parts for one in part}.values():
+            if not one.is_certain:
+                return None
+            read |= set(one.if_certain)
+    return frozenset(read)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Indication
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import common_factor
+from ddp_equivalence.diagnosis.lines.of_reduction import common_factor
 from ddp_equivalence.diagnosis.view import View
 
 EQUAL = 1e-4

@@ -1,9 +1,9 @@
-"""Where a difference lies: in which half of the step, in which modules, in multiples of weights."""
+"""Where a difference lies: in which half of the step, in which modules, in which precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.diagnosis.diagnose import diagnose
-from ddp_equivalence.diagnosis.finding import Finding
-from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
+from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.diagnosis.causes import divided_by_another_count
+from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
+from ddp_equivalence.diagnosis.example_gradients import ParameterElements
+from ddp_equivalence.diagnosis.examples_read import rows_read_unequally
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.rows_text import rows_read_unequally
 from ddp_equivalence.diagnosis.time_left import (
     BY_MODULE,
     LOSS,
@@ -26,9 +26,13 @@ from ddp_equivalence.diagnosis.time_left import (
     OutOfTime,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts
-from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
+from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts, unless_it_fails
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
+from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.measurement.request import Request
+
+# Where a difference lies: in which half of the step, in which modules, in multiples of weights.
 
 EQUAL = 1e-6
 """Float64 vectors whose relative difference is smaller are equal."""
@@ -219,3 +223,86 @@ def _may_be_of_a_module(finding: Finding) -> bool:
     if finding.more or finding.besides or finding.cause == "divided_by_another_count":
         return False
     return finding.cause in ACT_ON_A_MODULE or bool(finding.because)
+
+
+# Decides whether a check in float64 has to be repeated in the model's own precision.
+
+EPS = torch.finfo(torch.float32).eps
+
+LARGEST, SMALLEST = 64 * EPS, EPS / 1024
+"""Rounding in float32 leaves a relative error between these bounds in a check in float64."""
+
+
+def has_the_size_of_float32(comparison: Comparison | None) -> bool:
+    """True if the largest of all errors could have been left by rounding in float32."""
+    largest = _largest_error(comparison)
+    return largest is not None and SMALLEST <= largest <= LARGEST
+
+
+def is_at_most_float32(comparison: Comparison | None) -> bool:
+    """True if no error is larger than rounding in float32 leaves."""
+    largest = _largest_error(comparison)
+    return largest is not None and largest <= LARGEST
+
+
+def _largest_error(comparison: Comparison | None) -> float | None:
+    """The largest error of all parameters; None if the ranks disagree, or a gradient is missing."""
+    if comparison is None or comparison.structure or not comparison.ranks_agree:
+        return None
+    parameters = [one for one in comparison.parameters if not one.limit.only_rounding]
+    return max((one.error for one in parameters if one.norm > 0), default=0.0)
+
+
+def in_float64(request: Request) -> Request | None:
+    """The same request in float64; None if it is not of a user's own step."""
+    if request.strategy is not None or request.plant or request.case.exact:
+        return None
+    return replace(request, case=replace(request.case, dtype=torch.float64))
+
+
+def in_own_precision(request: Request) -> Request | None:
+    """The same request in the precision in which the user's function builds the model.
+
+    None if the function itself builds the model in float64.
+    """
+    case = replace(request.case, dtype=None)
+    trained = [one for one in build_model(case).parameters() if one.requires_grad]
+    if all(parameter.dtype is torch.float64 for parameter in trained):
+        return None
+    return replace(request, case=case)
+
+
+# Lines for a cause that is told by numbers, from the same step on one rank.
+
+
+def one_rank_shows_more(finding: Finding | None) -> bool:
+    """True if the step is to run on one rank: no cause, a guess, or one whose count made a line."""
+    if finding is None or finding.is_guess:
+        return True
+    return finding.cause == divided_by_another_count.HYPOTHESIS.name
+
+
+def findings_beside_one_rank(
+    findings: tuple[Finding, ...], view: View, beside: BesideOneRank | None
+) -> tuple[Finding, ...]:
+    """The findings, once the step has run on one rank.
+
+    A method that computes the loss in its own way explains any wrong factor. A wrong count gets the
+    lines that compute it, if one rank computes it as well.
+    """
+    if not findings or not findings[0].accepted or beside is None:
+        return findings
+    if beside.deaf:
+        return tuple(replace(one, accepted=False) for one in findings)
+    best, *others = findings
+    return (_with_lines_of_the_count(best, view, beside), *others)
+
+
+def _with_lines_of_the_count(finding: Finding, view: View, beside: BesideOneRank) -> Finding:
+    if finding.cause != divided_by_another_count.HYPOTHESIS.name or finding.more:
+        return finding
+    found = None if beside.is_right_alone else whereabouts_of(view, "")
+    if found is None or found.kind == "not seen":
+        return finding
+    lines = with_one_rank(found, beside, view).lines
+    return replace(finding, lines=lines) if lines else finding

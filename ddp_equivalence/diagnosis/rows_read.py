@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ddp_equivalence.diagnosis.batch_parts import PartsByRank
+from ddp_equivalence.diagnosis.example_gradients import PartsByRank
 from ddp_equivalence.measurement.observation import Indices, Observation, RowsRead
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ddp_equivalence.case.batch_tree import leaves_of, name_of_leaf
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.case.random_state import step_seed
 from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.training import Training
-from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis.divisor_candidates import distinct_divisors
+from ddp_equivalence.comparison.rounding import Expected
+from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -118,3 +122,191 @@ def setting_of(
 def _trains_with(model: nn.Module, kind: type[nn.Module]) -> bool:
     """True if the model has a module of this kind in training mode."""
     return any(isinstance(module, kind) and module.training for module in model.modules())
+
+
+# The calls that the ranks were seen to make in one step, and the places that made them.
+
+Test = Callable[[Call], bool]
+
+REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
+"""Collectives that add up what the ranks give."""
+
+
+@dataclass
+class CallSite:
+    """A line, and all calls of one kind that it made. ``by_rank``: rank -> the calls, in order."""
+
+    line: CodeLine
+    kind: Kind
+    by_rank: dict[int, list[Call]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that came here."""
+        return tuple(sorted(self.by_rank))
+
+    @property
+    def first(self) -> Call:
+        """The first call of the lowest rank."""
+        return self.by_rank[self.ranks[0]][0]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of the lowest rank that came here."""
+        return self.by_rank[self.ranks[0]]
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks of its collectives, on all ranks, each once."""
+        found = {
+            call.collective.ranks
+            for calls in self.by_rank.values()
+            for call in calls
+            if call.collective is not None
+        }
+        return tuple(sorted(found))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that its calls were about, on the lowest rank, in order and each once."""
+        found: dict[str, None] = {}
+        for call in self.calls:
+            about = call.collective or call.change or call
+            found |= dict.fromkeys(about.names)
+        return tuple(found)
+
+    def pointed(self, note: str = "", is_fault: bool = False, missing: str = "") -> PointedLine:
+        """The line, to be shown in a report."""
+        return PointedLine(self.line, note, is_fault, missing)
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """``by_rank``: rank -> its calls in one step, in their order; empty if none was recorded."""
+
+    by_rank: Mapping[int, tuple[Call, ...]]
+
+    def of(self, rank: int) -> tuple[Call, ...]:
+        """The calls of one rank."""
+        return self.by_rank.get(rank, ())
+
+    def places(self, *kinds: Kind, where: Test = lambda call: True) -> list[CallSite]:
+        """The lines that made calls of these kinds for which ``where`` is true.
+
+        They are in the order in which the lowest rank came to them first. A call without a known
+        line is left out.
+        """
+        places: dict[tuple[CodeLine, Kind], CallSite] = {}
+        for rank in sorted(self.by_rank):
+            for call in self.by_rank[rank]:
+                line = call.users_line or call.line
+                if line is None or call.kind not in kinds or not where(call):
+                    continue
+                place = places.setdefault((line, call.kind), CallSite(line, call.kind))
+                place.by_rank.setdefault(rank, []).append(call)
+        return list(places.values())
+
+    @cached_property
+    def reductions(self) -> list[CallSite]:
+        """The lines that reduce gradients or copies of them among ranks."""
+        return self.places(Kind.COLLECTIVE, where=reduces_gradients)
+
+    @cached_property
+    def backwards(self) -> list[CallSite]:
+        """The lines that call backward."""
+        return self.places(Kind.BACKWARD)
+
+    def changes(self, where: Test = lambda call: True) -> list[CallSite]:
+        """The lines that change ``.grad``, other than by backward or a collective."""
+        return self.places(Kind.CHANGE, where=where)
+
+    def multiplied_by(self, factor: float) -> list[CallSite]:
+        """The lines that multiply gradients by this number."""
+
+        def is_it(call: Call) -> bool:
+            value = call.change.factor if call.change is not None else None
+            return value is not None and abs(value - factor) <= 1e-5 * abs(factor)
+
+        return self.changes(is_it)
+
+
+def reduces_gradients(call: Call) -> bool:
+    """True for a collective that reduces gradients, or copies of them."""
+    collective = call.collective
+    return (
+        collective is not None
+        and collective.op in REDUCING
+        and collective.contents in (Contents.GRADIENTS, Contents.COPIES_OF_GRADIENTS)
+    )
+
+
+# A line of the user's code that a report points at.
+
+
+@dataclass(frozen=True)
+class PointedLine:
+    """``note``: what the line did, as a clause of the report; "" if the line speaks for itself.
+
+    ``is_fault``: the line to change, or, if something is ``missing``, the line after which it
+    should stand. ``missing``: what should stand there.
+    """
+
+    line: CodeLine
+    note: str = ""
+    is_fault: bool = False
+    missing: str = ""
+
+
+# What a mean over a batch may divide by: examples, elements, tokens, set flags, weights.
+
+SUMMED = ("len", "num", "count", "size", "weight")
+"""Whole numbers are summed only in leaves with one of these in their names: labels never are."""
+
+
+def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
+    """Every count of this batch, by what is counted: "examples", "elements of targets", ..."""
+    divisors: dict[str, float] = {"examples": examples}
+    for path, leaf in leaves_of(batch):
+        if not isinstance(leaf, Tensor) or leaf.is_complex():
+            continue
+        leaf = leaf.detach().to_dense()
+        name = name_of_leaf(path)
+        divisors[f"elements of {name}"] = leaf.numel()
+        if bool(((leaf == 0) | (leaf == 1)).all()):
+            unit, is_counted = f"elements of {name} that are set", leaf != 0
+        elif not leaf.is_floating_point():
+            unit, is_counted = f"elements of {name} that are not {PADDING}", leaf != PADDING
+        else:
+            continue
+        divisors[unit] = int(is_counted.sum())
+        if is_counted.ndim > 1:
+            # A loss on the next token predicts every token of a row except the first.
+            divisors[f"{unit}, without the first of each row"] = int(is_counted[:, 1:].sum())
+    return divisors
+
+
+def all_weights(batch: Any) -> Mapping[str, float]:
+    """Sums and counts of leaves that may hold weights, lengths, positives, or labels with padding.
+
+    There are many of them, so one should be believed only if it fits several parts of a batch.
+    """
+    weights: dict[str, float] = {}
+    for path, leaf in leaves_of(batch):
+        if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel():
+            continue
+        leaf, name = leaf.detach().to_dense(), name_of_leaf(path)
+        if not leaf.is_floating_point():
+            weights[f"elements of {name} above 0"] = int((leaf > 0).sum())
+            weights[f"elements of {name} that are not 0"] = int((leaf != 0).sum())
+        may_be_summed = leaf.is_floating_point() or any(word in name for word in SUMMED)
+        if may_be_summed and bool((leaf >= 0).all()):
+            weights[f"the sum of {name}"] = float(leaf.double().sum())
+    return weights
+
+
+def distinct_divisors(batch: Any, examples: int) -> Mapping[str, float]:
+    """The counts that are not zero, each number once."""
+    units: dict[float, str] = {}
+    for unit, count in all_divisors(batch, examples).items():
+        units.setdefault(count, unit)
+    return {unit: count for count, unit in units.items() if count}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.share_fit import (
-    NoShares,
-    ShareFit,
-    ShareRow,
-    fit_shares,
-    fitted_positions,
-)
+import torch
+from torch import Tensor
+
+from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis.time_left import BY_EXAMPLE, BY_RANK, OutOfTime
-from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.view import WORST_CONDITION, View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 MAX_EXAMPLES = 1024
@@ -129,3 +129,156 @@ def _shares(
 def _mean(shares: list[float | None]) -> float | None:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
+
+
+# A least-squares fit: the measured gradient as a mixture of the gradients of single pieces.
+#
+# A piece is an example, a micro-batch or the shard of a rank. With g_i the gradient of piece i
+# alone, solve measured = sum_i s_i g_i, and the same for the big batch. The ratio of the two
+# solutions is the share of the piece.
+
+MOST_UNEXPLAINED = 1e-6
+"""The part of the big batch's gradient that rounding may leave unexplained by its own pieces."""
+
+MOST_LEFT = 0.3
+"""If a fit leaves more of what a rank holds, its shares are noise."""
+
+SPARE_PART = 8
+"""There must be an eighth more elements than pieces, or any gradient would be a mixture of them."""
+
+NO_SHARE = 1e-9
+"""A piece does not count in the big batch if its coefficient there is smaller than this, relative
+to the largest coefficient."""
+
+SMALLEST_NORM = 1e-300
+"""The divisor that replaces a norm that is zero."""
+
+ShareRow = tuple[float | None, ...]
+"""The share of each piece in what one rank holds; None for a piece without a gradient."""
+
+
+@dataclass(frozen=True)
+class ShareFit:
+    """The shares of all pieces.
+
+    ``by_rank``: rank -> the share of each piece in the gradient that the rank holds.
+    ``unexplained``: rank -> the part of this gradient that no mixture of the pieces explains.
+    ``condition``: the condition number of the fit.
+    """
+
+    by_rank: Mapping[int, ShareRow]
+    unexplained: Mapping[int, float]
+    condition: float
+
+
+@dataclass(frozen=True)
+class NoShares:
+    """The shares cannot be determined; ``reason`` says why, in words.
+
+    ``loss_is_no_sum``: True if the big batch's gradient is not a sum over its pieces, because the
+    loss or the model compares examples with each other. ``left_over``: the part of what a rank
+    holds that no mixture of the pieces, and so of larger pieces, explains; 0 if that is not why.
+    """
+
+    reason: str
+    loss_is_no_sum: bool = False
+    left_over: float = 0.0
+
+
+def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | NoShares:
+    """The share of each of these pieces, or the reason why the shares cannot be determined.
+
+    Raises OutOfTime.
+    ``name``: what the reason calls the pieces.
+    """
+    positions = fitted_positions(view)
+    if not view.measured.is_finite or not bool(view.expected.isfinite().all()):
+        return NoShares("a gradient is not finite")
+    gradients = []
+    for number, piece in enumerate(pieces):
+        view.time.show(f"{number} of {len(pieces)} {name}")
+        gradients.append(view.examples.gradient(piece)[positions])
+    usable = [n for n, g in enumerate(gradients) if bool(g.isfinite().all()) and bool(g.any())]
+    if not usable:
+        return NoShares(f"none of the {name} has a gradient of its own")
+    matrix = torch.stack([gradients[n] for n in usable], dim=1)
+    condition = _condition(matrix)
+    if condition is None or len(positions) < len(usable) + max(2, len(usable) // SPARE_PART):
+        return NoShares(
+            f"{len(usable)} {name} cannot be told apart by only {len(positions)} elements"
+        )
+    if condition > min(WORST_CONDITION, 0.5 / torch.finfo(view.setting.dtype).eps):
+        shown = text_of(condition, ".1e")
+        return NoShares(f"the gradients of the {name} are too alike (condition number {shown})")
+    expected = view.expected[positions]
+    measured = view.measured.by_rank[:, positions]
+    solution = torch.linalg.lstsq(matrix, torch.stack([expected, *measured], dim=1)).solution
+    in_big_batch, in_ranks = solution[:, 0], solution[:, 1:].T
+    left = _relative_norm(expected - matrix @ in_big_batch, expected)
+    if left > MOST_UNEXPLAINED:
+        words = "the ranks' shards" if name == "ranks" else name
+        return NoShares(
+            f"the loss is not a sum over {words}, whose gradients leave {text_of(left, '.2g')} of "
+            "the big batch's gradient unexplained",
+            loss_is_no_sum=True,
+        )
+    if bool((in_big_batch.abs() < NO_SHARE * in_big_batch.abs().max()).any()):
+        return NoShares(f"some {name} do not count in the big batch")
+    by_rank, unexplained = {}, {}
+    for row, rank in enumerate(view.setting.reporting_ranks):
+        shares = dict(zip(usable, (in_ranks[row] / in_big_batch).tolist(), strict=True))
+        by_rank[rank] = tuple(shares.get(n) for n in range(len(pieces)))
+        residual = measured[row] - matrix @ in_ranks[row]
+        unexplained[rank] = _relative_norm(residual, measured[row])
+    worst = max(unexplained.values())
+    if worst > MOST_LEFT:
+        words = "the ranks' shards" if name == "ranks" else name
+        return NoShares(
+            f"no mixture of {words} comes near: {text_of(worst, '.2g')} of the norm is left over",
+            left_over=worst,
+        )
+    return ShareFit(by_rank, unexplained, condition)
+
+
+def fitted_positions(view: View) -> Tensor:
+    """The positions of the elements that are fitted.
+
+    If some parameters are right, only the elements of the others are fitted.
+    """
+    names = view.parameters.names
+    if view.measured.only_some_parameters_differ:
+        names = tuple(name for name in names if name in view.measured.differing)
+    return view.parameters.positions_of(names)
+
+
+def _condition(matrix: Tensor) -> float | None:
+    """The condition number; None if there are fewer elements than pieces."""
+    if matrix.shape[0] < matrix.shape[1]:
+        return None
+    values = torch.linalg.svdvals(matrix)
+    return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+
+
+def _relative_norm(residual: Tensor, whole: Tensor) -> float:
+    return float(residual.norm()) / max(float(whole.norm()), SMALLEST_NORM)
+
+
+# How many elements of the gradients a diagnosis keeps.
+
+MAX_ELEMENTS = 2_000_000
+"""Up to this many ranks x elements, the diagnosis keeps all elements; of more it keeps some."""
+
+MAX_SELECTED = 200_000
+"""The ranks x elements that are then kept: enough to tell causes apart, few beside the model."""
+
+
+def kept_elements(expected: Expected, world_size: int) -> ElementSample[GradientKey]:
+    """The elements that are kept of the gradients that so many ranks send."""
+    sizes = {
+        key: value.numel()
+        for key, value in expected.reference.expected.items()
+        if value is not None
+    }
+    if sum(sizes.values()) * world_size <= MAX_ELEMENTS:
+        return ElementSample.at_most(MAX_ELEMENTS, sizes)
+    return ElementSample.at_most(MAX_SELECTED // world_size, sizes)

@@ -1,27 +1,33 @@
-"""Guards against vacuous checks: each returns why a comparison shows nothing, or None."""
+"""Guards against vacuous checks: each says why a comparison shows nothing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.comparison.batch_digest import DataByRank, differing_leaf
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.nearest_fault import NearestFault
+from ddp_equivalence.comparison.digits import in_order, text_of
+from ddp_equivalence.comparison.gradients import DataByRank, differing_leaf, digest
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import fault_named
 from ddp_equivalence.measurement.work import Evidence
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.collectives import FORGOTTEN
+from ddp_equivalence.ranks.gpu_room import SEVERAL
+from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.strategies.strategy import Strategy
+
+# Guards against vacuous checks: each returns why a comparison shows nothing, or None.
 
 EXCHANGES = ("reduce", "gather", "all_to_all", "send", "recv", "scatter")
 """Parts of the names of collectives that can carry a gradient to another rank."""
@@ -298,3 +304,81 @@ def _nothing_exchanged(evidence: Mapping[int, Evidence], fewest: int) -> bool:
         for one in log
         for name in EXCHANGES
     )
+
+
+# The guard against ranks that were meant to have one GPU each, and shared one.
+
+
+def against_shared_gpus(lane: Lane, evidence: Mapping[int, Evidence]) -> Unknown | None:
+    """On NCCL no two ranks may have used one GPU, or training on several GPUs was not shown.
+
+    The lane whose ranks share GPUs on purpose says so in its name.
+    """
+    if lane.backend not in NCCL_BACKENDS or lane.ranks_share_gpus:
+        return None
+    ranks: dict[str, list[int]] = {}
+    for rank, one in sorted(evidence.items()):
+        for gpu in filter(None, one.gpu.split(SEVERAL)):
+            ranks.setdefault(gpu, []).append(rank)
+    for gpu, sharing in ranks.items():
+        if len(sharing) > 1:
+            return Unknown(
+                UnknownBecause.RANKS_SHARE_A_GPU,
+                f"ranks {', '.join(map(str, sharing))} have weights or gradients on the same GPU "
+                f"({gpu}), so nothing was shown about training on several GPUs: each rank must "
+                "compute on the device that it is given (rank.device). Look for "
+                "torch.cuda.set_device(0), .cuda() and .to(0) in the step",
+            )
+    return None
+
+
+# A guard against a pass of nn.DataParallel where it had no devices to be parallel on.
+
+
+def against_idle_data_parallel(evidence: Mapping[int, Evidence]) -> Unknown | None:
+    """Without CUDA devices nn.DataParallel calls the module itself, and is right for nothing."""
+    if not any(one.idle_data_parallel for one in evidence.values()):
+        return None
+    return Unknown(
+        UnknownBecause.NOTHING_PARALLEL,
+        "the step's nn.DataParallel found no CUDA devices (its device_ids are empty), so it called "
+        "the module itself: nothing was parallel, and nothing was shown about nn.DataParallel. "
+        'Run it where there are two GPUs, or check its rule with "emulated_data_parallel"',
+    )
+
+
+# The fault that the limits of a comparison are least likely to catch.
+
+
+@dataclass(frozen=True)
+class NearestFault:
+    """The cause whose prediction lies nearest to the big batch.
+
+    ``distance``: ||predicted - expected|| / ||expected||, on the rank where it is largest.
+    """
+
+    cause: str
+    distance: float
+
+
+def nearest_fault(view: View) -> NearestFault | None:
+    """The cause that would be hardest to see on this case; None if no cause would show.
+
+    Raises OutOfTime.
+
+    A prediction that equals the big batch does not count: that cause cannot show on this case.
+    """
+    expected_norm = float(view.expected.norm())
+    if expected_norm == 0:
+        return None
+    nearest = None
+    for hypothesis in HYPOTHESES:
+        for prediction in hypothesis.predict(view) if hypothesis.limits_must_catch else ():
+            # One wrong rank is enough to be seen.
+            errors = (prediction.by_rank - view.expected).norm(dim=1)
+            distance = float(errors.max()) / expected_norm
+            # Of faults that are equally far away, up to rounding, the first is named.
+            is_nearer = nearest is None or in_order(distance) < in_order(nearest.distance)
+            if distance > NEGLIGIBLE and is_nearer:
+                nearest = NearestFault(hypothesis.name, distance)
+    return nearest

@@ -1,28 +1,46 @@
-"""The view of one step that every hypothesis gets."""
+"""What every hypothesis gets of one step: what was expected, measured, and observed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.diagnosis.batch_parts import BatchParts, PartsByRank
-from ddp_equivalence.diagnosis.example_gradients import ExampleGradients, GradientCache
-from ddp_equivalence.diagnosis.local_gradients import (
-    MicroBatchGradients,
-    observed_micro_batches,
-    possible_micro_batches,
-    sums_over_micro_batches,
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.build import build_whole_batch
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.shards import OWN, split
+from ddp_equivalence.case.training import Compare, GradientKey, Steps, Training
+from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.comparison.gradients import ElementSample, data_by_rank, digest
+from ddp_equivalence.comparison.rounding import Expected
+from ddp_equivalence.diagnosis.example_gradients import (
+    BatchParts,
+    ExampleGradients,
+    GradientCache,
+    ParameterElements,
+    PartsByRank,
+    without_ranks,
 )
-from ddp_equivalence.diagnosis.measured_gradients import MeasuredGradients
-from ddp_equivalence.diagnosis.observed_step import ObservedStep
-from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
-from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
+from ddp_equivalence.diagnosis.setting import Setting, StepCalls
 from ddp_equivalence.diagnosis.time_left import TimeLeft
+from ddp_equivalence.measurement.call_watch import MOST_LINES
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.measure import Measurement, work_of
+from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.ranks.collectives import FORGOTTEN, Collective
+from ddp_equivalence.reference import Reference, big_batch
+from ddp_equivalence.strategies.sharded_batch import Indices
+
+# The view of one step that every hypothesis gets.
 
 
 def _not_known() -> None:
@@ -160,3 +178,447 @@ class View:
             observed=self.observed.only(positions),
             factor_on_one_rank=self.factor_on_one_rank,
         )
+
+
+# What the ranks of a request are compared with.
+
+
+def expected_of(request: Request) -> Expected:
+    """The reference of a request, and the digests of what its ranks must be given.
+
+    Raises BadCase whenever the case's model, batch or loss is at fault.
+    """
+    case = request.case
+    if case.is_catalogue and not request.at_each_step and not request.read_order:
+        return _expected_of_catalogue(
+            without_ranks(case), request.compare, request.training, request.steps
+        )
+    whole, sizes = build_whole_batch(case, request.steps)
+    strategy = request.strategy
+    data = data_by_rank(
+        case,
+        whole,
+        sizes,
+        undivided=strategy is not None and strategy.one_process,
+        together=work_of(request).is_given_all_at_once,
+    )
+    reference = big_batch(
+        case,
+        request.compare,
+        request.training,
+        request.steps,
+        (as_read(request, whole), sizes),
+        request.at_each_step,
+        request.after_clipping,
+    )
+    return Expected(reference, None if case.is_catalogue else data, request.read_order)
+
+
+def as_read(request: Request, whole: Any) -> Any:
+    """The batch of all steps, in the order in which the steps read it."""
+    order = request.read_order
+    return take(whole, order, request.case.batch_dims) if order else whole
+
+
+def check_shards(request: Request, reference: Reference) -> None:
+    """Raises BadCase if the examples cannot be assigned to ranks as the case says."""
+    case = request.case
+    for examples in reference.examples if case.shards != OWN else ():
+        split(case.shards, examples, case.ranks.world_size)
+
+
+@lru_cache(maxsize=128)
+def _expected_of_catalogue(
+    case: Case, compare: Compare, training: Training, steps: Steps
+) -> Expected:
+    """Kept for the next check, since many strategies are compared with the same big batch."""
+    return Expected(big_batch(case, compare, training, steps))
+
+
+# Puts what was measured and observed on the ranks into the view of a step.
+
+
+def with_measurement(
+    view: View,
+    measurement: Measurement,
+    observed: Mapping[int, Observation],
+    step: int,
+    left_other_bits: bool,
+) -> View:
+    """The view with what the ranks hold after this step, and with what they were seen to do.
+
+    ``left_other_bits``: True if the watched second run left other gradients than the first. The
+    micro-batches of a user's own step are known only from the examples that it was seen to read.
+    """
+    comparison, ranks = measurement.comparison, view.setting.reporting_ranks
+    differing = {p.key for p in comparison.parameters if not (p.same and p.ranks_agree)}
+    measured = replace(
+        view.measured,
+        by_rank=torch.stack([_joined(view, measurement.measured[rank], step) for rank in ranks]),
+        differing=frozenset(name for name in view.parameters.names if (step, name) in differing),
+    )
+    observed_step = replace(
+        view.observed,
+        by_rank=observed,
+        left_other_bits=left_other_bits,
+        first_run={rank: one.collectives for rank, one in measurement.evidence.items()},
+    )
+    with_both = replace(view, measured=measured, observed=observed_step)
+    read = observed_step.examples_read
+    if not view.setting.case.is_catalogue and read is not None and _read_own_shards(view, read):
+        return replace(with_both, parts=replace(with_both.parts, by_rank=read))
+    return with_both
+
+
+def first_wrong_step(comparison: Comparison, steps: int) -> int:
+    """The first step with a parameter beyond its limit: the weights before it were still right."""
+    return min((parameter.key[0] for parameter in comparison.differing), default=steps - 1)
+
+
+def left_same_bits(
+    measured: Mapping[int, Mapping[GradientKey, Tensor]], observed: Mapping[int, Observation]
+) -> bool | None:
+    """True if the second run left the same bits on every rank; None if there was no second run."""
+    if not observed:
+        return None
+    return all(
+        digest({key[1]: gradient}) == observed[rank].gradients.get(key)
+        for rank, gradients in measured.items()
+        for key, gradient in gradients.items()
+        if rank in observed
+    )
+
+
+def _joined(view: View, measured: Mapping[GradientKey, Tensor], step: int) -> Tensor:
+    """The sampled elements of all parameters in this step, shape (elements,)."""
+    names = view.parameters.names
+    return view.parameters.sample.joined(
+        {name: measured[step, name] for name in names if (step, name) in measured}
+    )
+
+
+def _read_own_shards(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
+    """True if each rank read the examples that it was given, or if it was given none."""
+    if view.setting.shards is None:
+        return True
+    return all(
+        sorted(index for part in parts for index in part) == sorted(shard)
+        for parts, shard in zip(read, view.setting.shards, strict=True)
+    )
+
+
+# The gradients that the ranks were measured to hold.
+
+WORST_CONDITION = 1e8
+"""The condition number beyond which gradients are too alike to be told apart."""
+
+
+@dataclass(frozen=True)
+class MeasuredGradients:
+    """What every reporting rank holds after the step.
+
+    ``by_rank``: shape (reporting ranks, elements); it is empty before anything was measured.
+    ``differing``: the parameters that are beyond their limits or differ between ranks.
+    ``expected``: the gradient of the big batch.
+    """
+
+    by_rank: Tensor
+    differing: frozenset[str]
+    expected: Tensor
+    parameters: ParameterElements
+
+    @property
+    def is_known(self) -> bool:
+        """False before anything was measured."""
+        return self.by_rank.numel() > 0
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.by_rank.isfinite().all())
+
+    @cached_property
+    def ranks_differ(self) -> bool:
+        """True if the ranks hold different gradients, beyond rounding."""
+        return not nearly_equal(self.by_rank, self.by_rank.mean(0).expand_as(self.by_rank))
+
+    @property
+    def only_some_parameters_differ(self) -> bool:
+        return 0 < len(self.differing) < len(self.parameters.names)
+
+    @cached_property
+    def factor(self) -> float | None:
+        """The number k for which k times the big batch is nearest to what the ranks hold."""
+        square = float(self.expected @ self.expected)
+        if not square or not self.is_finite:
+            return None
+        return float((self.by_rank @ self.expected).mean()) / square
+
+    def weights_of(self, gradients: Tensor) -> Tensor | None:
+        """The weight of each of these gradients in what each rank holds, by least squares.
+
+        ``gradients``: shape (gradients, elements). Returns shape (reporting ranks, gradients), or
+        None where the gradients cannot be told apart.
+        """
+        if not bool(gradients.isfinite().all()):
+            return None
+        if gradients.shape[0] > gradients.shape[1] or not self.is_finite:
+            return None
+        singular = torch.linalg.svdvals(gradients)
+        if float(singular[-1]) * WORST_CONDITION < float(singular[0]):
+            return None
+        solution: Tensor = torch.linalg.lstsq(gradients.T, self.by_rank.T).solution
+        return solution.T
+
+
+# Candidates for every rank's own gradient before any reduction: observed or computed ones.
+
+MicroBatchGradients = tuple[tuple[Tensor, ...], ...]
+"""For every rank, what each of its micro-batches adds to its local gradient, shape (elements,)."""
+
+
+def observed_micro_batches(parts: BatchParts, observed: ObservedStep) -> MicroBatchGradients | None:
+    """The gradients that each backward was seen to compute; None unless all ranks are known."""
+    if not observed.covers_every_rank:
+        return None
+    expected = parts.examples.expected
+    by_rank = []
+    for rank in range(observed.setting.world_size):
+        gradients = tuple(
+            observed.setting.scale * call.gradient
+            for call in observed.backwards(rank)
+            if call.gradient is not None
+        )
+        if any(len(gradient) != len(expected) for gradient in gradients):
+            return None
+        by_rank.append(gradients or (torch.zeros_like(expected),))
+    return tuple(by_rank)
+
+
+def possible_micro_batches(
+    parts: BatchParts, observed: ObservedStep, observed_gradients: MicroBatchGradients | None
+) -> tuple[MicroBatchGradients, ...]:
+    """What each micro-batch may have added to the rank's local gradient.
+
+    There are up to three candidates: the gradients that were observed; the gradient of each part,
+    divided by the number of the rank's parts; and the gradient of the examples that were read,
+    multiplied by the loss at which backward began and divided by the loss of these examples.
+    """
+    candidates = [] if observed_gradients is None else [observed_gradients]
+    gradient = parts.examples.gradient
+    if parts.by_rank is not None:
+        candidates.append(
+            tuple(
+                tuple(gradient(part) / len(of_rank) for part in of_rank)
+                for of_rank in parts.by_rank
+            )
+        )
+    ratios = loss_ratios(parts, observed)
+    if ratios is not None and observed.examples_read is not None:
+        candidates.append(
+            tuple(
+                tuple(
+                    ratio * gradient(part)
+                    for ratio, part in zip(ratios_of_rank, parts_read, strict=True)
+                )
+                for ratios_of_rank, parts_read in zip(ratios, observed.examples_read, strict=True)
+            )
+        )
+    return tuple(candidates)
+
+
+def sums_over_micro_batches(candidates: tuple[MicroBatchGradients, ...]) -> tuple[Tensor, ...]:
+    """For each candidate, the sum over each rank's micro-batches, shape (world size, elements).
+
+    Duplicates are left out, and so are sums that are not finite.
+    """
+    distinct: list[Tensor] = []
+    for by_rank in candidates:
+        local = torch.stack([torch.stack(micro_batches).sum(0) for micro_batches in by_rank])
+        is_new = not any(nearly_equal(local, earlier) for earlier in distinct)
+        if bool(local.isfinite().all()) and is_new:
+            distinct.append(local)
+    return tuple(distinct)
+
+
+def loss_ratios(parts: BatchParts, observed: ObservedStep) -> tuple[tuple[float, ...], ...] | None:
+    """For every backward of every rank, the loss at which it began over that of its examples.
+
+    None if one of these losses is unknown, or if the loss of some examples is zero.
+    """
+    if observed.examples_read is None:
+        return None
+    by_rank = []
+    for rank, micro_batches in enumerate(observed.examples_read):
+        begun_at = [call.loss for call in observed.backwards(rank)]
+        if len(begun_at) != len(micro_batches):
+            return None
+        losses = [parts.examples.loss(examples) for examples in micro_batches]
+        if not all(losses) or any(loss is None for loss in begun_at):
+            return None
+        pairs = zip(begun_at, losses, strict=True)
+        by_rank.append(tuple(begun / loss for begun, loss in pairs if begun is not None))
+    return tuple(by_rank)
+
+
+# What the ranks were seen to do in the step when it ran a second time.
+
+WHOLE_NUMBERS = ("Bool", "Byte", "Char", "Short", "Int", "Long")
+"""The names of types without fractions in torch's flight recorder: no gradient has one."""
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """The observations of the ranks.
+
+    ``by_rank``: rank -> what was seen of it; empty where the step did not run a second time.
+    ``left_other_bits``: the second run left other gradients than the first. ``first_run``: rank ->
+    the collectives of the first run, which are used where nothing was seen of a second one.
+    ``examples_computed``: the micro-batches of each rank, as its gradients show them where its rows
+    were not recognised.
+    """
+
+    setting: Setting
+    by_rank: Mapping[int, Observation]
+    left_other_bits: bool = False
+    first_run: Mapping[int, tuple[Collective, ...] | None] = field(default_factory=dict)
+    examples_computed: PartsByRank | None = None
+
+    def only(self, positions: Tensor) -> ObservedStep:
+        """The same observations, with these elements of the gradients that were computed."""
+        by_rank = {}
+        for rank, seen in self.by_rank.items():
+            backwards = tuple(
+                one if one.gradient is None else replace(one, gradient=one.gradient[positions])
+                for one in seen.backwards
+            )
+            by_rank[rank] = replace(seen, backwards=backwards)
+        return replace(self, by_rank=by_rank)
+
+    @property
+    def covers_every_rank(self) -> bool:
+        return sorted(self.by_rank) == list(range(self.setting.world_size))
+
+    def backwards(self, rank: int) -> list[Backward]:
+        """The calls of backward on this rank in this step."""
+        calls = self.by_rank[rank].backwards
+        return [call for call in calls if call.step == self.setting.step]
+
+    @cached_property
+    def calls(self) -> StepCalls:
+        """The calls of this step that matter for the gradients, with their lines."""
+        step = self.setting.step
+        return StepCalls(
+            {
+                rank: tuple(call for call in seen.calls if call.step == step)
+                for rank, seen in self.by_rank.items()
+            }
+        )
+
+    @cached_property
+    def lines_run(self) -> Mapping[int, tuple[CodeLine, ...]]:
+        """Rank -> the lines of the user's code that it ran in this step, each once, in order.
+
+        Empty if a rank ran more lines than are remembered.
+        """
+        step = self.setting.step
+        if any(len(seen.lines_run) >= MOST_LINES for seen in self.by_rank.values()):
+            return {}
+        return {
+            rank: tuple(line for number, line in seen.lines_run if number == step)
+            for rank, seen in self.by_rank.items()
+        }
+
+    @cached_property
+    def examples_read(self) -> PartsByRank | None:
+        """The micro-batches that each rank read; None unless they are known for every rank."""
+        if self._read is None:
+            return self.examples_computed
+        first = self.setting.first_example
+        return tuple(
+            tuple(tuple(index - first for index in part) for part in parts)
+            for parts in self._read.by_rank
+        )
+
+    @cached_property
+    def times_read(self) -> Counter[int]:
+        """Example -> the number of times that it was read on all ranks together."""
+        if self._read is None and self.examples_computed is not None:
+            return Counter(i for parts in self.examples_computed for part in parts for i in part)
+        times = Counter[int]() if self._read is None else self._read.times
+        return Counter({i - self.setting.first_example: count for i, count in times.items()})
+
+    @cached_property
+    def equal_where_read(self) -> frozenset[int]:
+        """The examples that equal other ones in what was read, so that either may have been."""
+        equal = frozenset[int]() if self._read is None else self._read.equal
+        return frozenset(index - self.setting.first_example for index in equal)
+
+    @cached_property
+    def _read(self) -> ExamplesRead | None:
+        """What was read of the examples of all steps."""
+        if not self.covers_every_rank:
+            return None
+        first, shards = self.setting.first_example, self.setting.shards
+        dealt = None
+        if shards is not None:
+            dealt = {
+                rank: tuple(first + index for index in shard) for rank, shard in enumerate(shards)
+            }
+        read = examples_read(self.by_rank, self.setting.step, dealt)
+        if isinstance(read, NotKnown):
+            return None
+        last = first + self.setting.example_count
+        return read if all(first <= index < last for index in read.times) else None
+
+    @property
+    def records_draws(self) -> bool:
+        """True if it is known of every rank which random numbers it drew."""
+        return self.covers_every_rank and all(
+            seen.draws is not None for seen in self.by_rank.values()
+        )
+
+    @property
+    def wrappers(self) -> list[Wrapper]:
+        """Every DistributedDataParallel that was made around the model, on any rank."""
+        return [wrapper for seen in self.by_rank.values() for wrapper in seen.wrappers]
+
+    @property
+    def reduced_elements(self) -> int | None:
+        """The number of elements that every rank, at least, all-reduced or reduce-scattered.
+
+        None if that is not known, because torch's flight recorder is missing or has lost entries.
+        """
+        known = self._known_logs
+        if known is None:
+            return None
+        return min(sum(entry.elements for entry in log if "reduce" in entry.op) for log in known)
+
+    @property
+    def reduced_floats(self) -> int | None:
+        """The same number without tensors of whole numbers. The first run is used if need be."""
+        known = self._known_logs
+        if known is None:
+            return None
+        return min(
+            sum(
+                entry.elements
+                for entry in log
+                if "reduce" in entry.op and entry.dtype.rpartition(":")[2] not in WHOLE_NUMBERS
+            )
+            for log in known
+        )
+
+    @property
+    def _known_logs(self) -> list[tuple[Collective, ...]] | None:
+        """What each rank issued; None unless it is known of every rank."""
+        logs = [seen.collectives for seen in self.by_rank.values()] or [*self.first_run.values()]
+        known = [
+            log for log in logs if log is not None and all(entry.op != FORGOTTEN for entry in log)
+        ]
+        return known if known and len(known) == len(logs) else None
+
+    @property
+    def a_rank_gathered(self) -> bool:
+        """True if a rank gathered more than single elements."""
+        logs = [seen.collectives or () for seen in self.by_rank.values()]
+        return any("gather" in entry.op and entry.elements > 1 for log in logs for entry in log)

@@ -16,10 +16,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.gate.judge import Judgement, judge
-from ddp_equivalence.gate.policy import Policy
-from ddp_equivalence.gate.recorded import Recorded, RecordedCheck
-from ddp_equivalence.gate.text import colour_of, printable, title
+from ddp_equivalence.gate.judge import Judgement, Policy, judge
+from ddp_equivalence.gate.outputs import colour_of, printable, title
+from ddp_equivalence.gate.record import Recorded, RecordedCheck
 
 MOST_FAILING = 50
 """So many checks that are not as expected are shown whole."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.gate.recorded import Recorded
+from ddp_equivalence.gate.record import Recorded
 from ddp_equivalence.ranks.backend_names import LANES
 
 SCHEMA = 1

@@ -1,32 +1,28 @@
-"""Recognises the examples of the big batch in the tensors that a model is called with.
-
-A tensor that shares its memory with the tensors that the rank was given has rows that are known
-without doubt. Other tensors are recognised by their values: as rows of the batch, in another shape,
-order of dimensions or dtype, in part, or after an affine change.
-"""
+"""Recognises the examples of the big batch in the tensors that a model is called with."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddp_equivalence.case import batch_tree
 from ddp_equivalence.case.batch import BatchDims, dim_of, entries_by_example
+from ddp_equivalence.measurement.calls import NotPlain, leaves_of_arguments, plain
 from ddp_equivalence.measurement.observation import Indices, RowsRead
-from ddp_equivalence.measurement.plain_tensors import NotPlain, leaves_of, plain
-from ddp_equivalence.measurement.row_matching import (
-    Candidates,
-    affine_rows,
-    bits_of_a_value,
-    bytes_of_rows,
-    equal_rows,
-)
+
+# Recognises the examples of the big batch in the tensors that a model is called with.
+#
+# A tensor that shares its memory with the tensors that the rank was given has rows that are known
+# without doubt. Other tensors are recognised by their values: as rows of the batch, in another
+# shape, order of dimensions or dtype, in part, or after an affine change.
 
 MOST_EXAMPLES = 4096
 """Examples are not looked up in a larger batch."""
@@ -174,7 +170,7 @@ def _count_of_leaves(batch: object, dims: BatchDims) -> int:
 def _tensors(arguments: object) -> list[Tensor]:
     """The tensors that have rows and values: not those that a transform or a compiler traces."""
     found = []
-    for leaf in leaves_of(arguments):
+    for leaf in leaves_of_arguments(arguments):
         with suppress(NotPlain):
             tensor = plain(leaf) if isinstance(leaf, Tensor) else None
             if tensor is not None and tensor.ndim and tensor.layout == torch.strided:
@@ -289,3 +285,231 @@ def _blocks(leaf: Tensor, batch: Tensor, width: int) -> Iterator[tuple[str, Tens
         for start in range(min(MOST_BLOCKS, leaf.shape[dim] - length + 1)):
             block = leaf.narrow(dim, start, length)
             yield f"{dim}: {start}+{length}", block.reshape(len(leaf), -1)
+
+
+# Finds which rows of one matrix are the rows of another, exactly or after an affine change.
+#
+# A row is matched only by evidence: every row must fit, and all positions that it fits are
+# returned.
+
+Candidates = tuple[Indices, ...]
+"""For every row, all positions in the big batch that it may come from."""
+
+ROUNDING = 64.0
+"""Values are equal after an affine change if they differ by at most this many eps."""
+
+MOST_PAIRED = 64
+"""An affine change of each feature is looked for in batches of at most this many examples."""
+
+FEATURES_TRIED = 8
+"""Anchors are looked for in this many features, and then checked in all."""
+
+BITS_OF_A_FRACTION = 24.0
+"""The information in a number that is not whole. A whole number has that of its range."""
+
+BITS_NEEDED = 20.0
+"""Rows of other numbers fit by chance once in 2 to this power."""
+
+
+def bits_of_a_value(values: Tensor) -> float:
+    """The information in a value of this tensor."""
+    if not values.numel():
+        return 0.0
+    if values.is_floating_point() and bool((values != values.round()).any()):
+        return BITS_OF_A_FRACTION
+    spread = float(values.max()) - float(values.min())
+    return min(BITS_OF_A_FRACTION, math.log2(1 + spread))
+
+
+def equal_rows(batch: Tensor, rows: Tensor, bits: float, ways: int) -> Candidates | None:
+    """The positions whose row is equal, bit for bit, once it has the dtype of ``rows``.
+
+    ``batch``: shape (examples, features); ``rows``: shape (rows, features). None unless every row
+    has a position, and unless other numbers would hardly fit by chance. ``bits``: the information
+    in a value of the batch. ``ways``: the number of ways in which rows are looked for; 0 if these
+    are rows as the batch has them, which need little evidence.
+    """
+    by_row = rows.shape[1] * bits - math.log2(len(batch) * max(1, ways))
+    if by_row * len(rows) < (BITS_NEEDED if ways else 0.0) or by_row <= 0:
+        return None
+    begin = batch[:, :FEATURES_TRIED].to(rows.dtype)
+    first = rows[0, :FEATURES_TRIED]
+    if not bool(((begin == first) | (begin != begin)).all(1).any()):
+        return None
+    batch = batch.to(rows.dtype)
+    positions: dict[bytes, list[int]] = {}
+    for index, row in enumerate(bytes_of_rows(batch)):
+        positions.setdefault(row, []).append(index)
+    alike = {row: tuple(places) for row, places in positions.items()}
+    candidates = [alike.get(row) for row in bytes_of_rows(rows)]
+    return _if_all(candidates)
+
+
+def affine_rows(batch: Tensor, rows: Tensor, bits: float) -> Candidates | None:
+    """The positions whose row x gives the row as a * x + b, with the same a and b for all rows.
+
+    a and b are numbers, or have a value for each feature. None unless every row has a position, and
+    unless a and b follow from the rows without doubt. ``bits``: as for ``equal_rows``.
+    """
+    if not rows.is_floating_point() or _is_even_grid(rows) or _is_even_grid(batch):
+        return None
+    eps = torch.finfo(rows.dtype).eps
+    if batch.is_floating_point():
+        eps = max(eps, torch.finfo(batch.dtype).eps)
+    bits = min(bits, -math.log2(ROUNDING * eps))
+    x, y = batch.double(), rows.double()
+    if not bool(x.isfinite().all() & y.isfinite().all()):
+        return None
+    count, features = rows.shape
+    chance = count * math.log2(len(batch)) + BITS_NEEDED
+    found = None
+    if bits * (count * features - 2) >= chance:
+        found = _scaled_rows(x, y, eps)
+    if found is None and len(x) <= MOST_PAIRED and bits * (count - 2) * features >= chance:
+        found = _scaled_features(x, y, eps)
+    return found
+
+
+def _scaled_rows(x: Tensor, y: Tensor, eps: float) -> Candidates | None:
+    """One a and one b for all rows and features: the shape of each row is then the same."""
+    shape_of_x, shape_of_y = _shapes(x), _shapes(y)
+    alike = shape_of_y @ shape_of_x.T
+    best = alike.abs().argmax(1)
+    chosen = x[best]
+    centred = chosen - chosen.mean()
+    square = float((centred * centred).sum())
+    if not square:
+        return None
+    a = float((centred * y).sum()) / square
+    b = float(y.mean()) - a * float(chosen.mean())
+    return _fitting(x, y, torch.full_like(x[0], a), torch.full_like(x[0], b), eps)
+
+
+def _scaled_features(x: Tensor, y: Tensor, eps: float) -> Candidates | None:
+    """An a and a b for each feature. Two rows give them, if it is known where these come from.
+
+    For each pair of positions (p, q) of these two rows, the third row would have to come from
+    x_p + t (x_q - x_p), where t follows from the rows alone.
+    """
+    second = int((y - y[0]).abs().sum(1).argmax())
+    third = int((y - y[0]).abs().minimum((y - y[second]).abs()).sum(1).argmax())
+    steps = y[second] - y[0]
+    tried = steps.abs().topk(min(FEATURES_TRIED, x.shape[1])).indices
+    if not bool(steps[tried].abs().min() > 0):
+        tried = tried[steps[tried].abs() > 0]
+    if not len(tried):
+        return None
+    t = ((y[third] - y[0]) / steps)[tried]
+    few = x[:, tried]
+    scale = few.abs().max() * (1 + t.abs())
+    found: dict[Candidates, None] = {}
+    for first in range(len(x)):
+        wanted = few[first] + t * (few - few[first])
+        distance = (wanted[:, None] - few[None]).abs() - 8 * ROUNDING * eps * scale
+        for other in torch.nonzero((distance <= 0).all(2).any(1)).flatten().tolist():
+            candidates = _with_anchors(x, y, (0, second), (first, other), eps)
+            if candidates is not None:
+                found[candidates] = None
+            if len(found) > 1:
+                return None
+    return next(iter(found), None)
+
+
+def _with_anchors(
+    x: Tensor, y: Tensor, rows: Indices, places: Indices, eps: float
+) -> Candidates | None:
+    """The candidates, if these two ``rows`` come from these two ``places``."""
+    run, rise = x[places[1]] - x[places[0]], y[rows[1]] - y[rows[0]]
+    varies = run != 0
+    if not bool(varies.any()) or bool((rise[~varies] != 0).any()):
+        return None
+    # Where the two places are equal, they say nothing of the feature's factor.
+    a = rise[varies] / run[varies]
+    b = y[rows[0]][varies] - a * x[places[0]][varies]
+    return _fitting(x[:, varies], y[:, varies], a, b, eps)
+
+
+def _fitting(x: Tensor, y: Tensor, a: Tensor, b: Tensor, eps: float) -> Candidates | None:
+    """For each row of ``y``, the positions p with a x_p + b = y up to rounding."""
+    if not bool(a.any()):
+        return None
+    predicted = a * x + b
+    scale = torch.maximum((a * x).abs().amax(0), torch.maximum(b.abs(), y.abs().amax(0)))
+    allowed = ROUNDING * eps * scale
+    few = predicted[:, :FEATURES_TRIED]
+    candidates = []
+    for row in y:
+        near = (few - row[:FEATURES_TRIED]).abs() <= allowed[:FEATURES_TRIED]
+        places = torch.nonzero(near.all(1)).flatten()
+        places = places[((predicted[places] - row).abs() <= allowed).all(1)]
+        if not len(places):
+            return None
+        candidates.append(tuple(places.tolist()))
+    return tuple(candidates)
+
+
+def _shapes(rows: Tensor) -> Tensor:
+    """Each row less its mean, with norm 1; zeros for a constant row."""
+    centred = rows - rows.mean(1, keepdim=True)
+    norms = centred.norm(dim=1, keepdim=True)
+    return centred / torch.where(norms == 0, 1.0, norms)
+
+
+def _is_even_grid(rows: Tensor) -> bool:
+    """True if the rows are evenly spaced: any other such grid is an affine change of them."""
+    if len(rows) < 3:
+        return False
+    values = rows.double()
+    bends = values[2:] - 2 * values[1:-1] + values[:-2]
+    return bool(bends.abs().max() <= 1e-5 * values.abs().max())
+
+
+def _if_all(candidates: Sequence[Indices | None]) -> Candidates | None:
+    known = tuple(places for places in candidates if places)
+    return known if len(known) == len(candidates) else None
+
+
+def bytes_of_rows(rows: Tensor) -> list[bytes]:
+    """The bytes of every row. ``rows``: shape (rows, features), on the CPU."""
+    if not rows.shape[1]:
+        return [b""] * len(rows)
+    return [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()]
+
+
+# A hash of the rows of tensors that is the same in whatever order and in however many calls.
+
+MIXING = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number whose bits are irregular: 2^64 divided by the golden ratio."""
+
+
+class UnorderedRows:
+    """Adds up hashes of rows, one sum for each place in the arguments and each shape of a row."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, tuple[int, ...], str], int] = {}
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Add the rows of all these tensors, the arguments of one call."""
+        for place, tensor in enumerate(tensors):
+            rows = tensor if tensor.ndim else tensor.reshape(1)
+            key = place, tuple(rows.shape[1:]), str(rows.dtype)
+            self._sums[key] = (self._sums.get(key, 0) + int(row_hashes(rows).sum())) % 2**64
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}: {value}" for key, value in sorted(self._sums.items()))
+
+
+def row_hashes(rows: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """A hash of every row, by multilinear hashing of its 8-byte words."""
+    if not rows.numel():
+        return np.ones(len(rows), dtype=np.uint64)
+    flat = rows.detach().cpu().reshape(len(rows), -1).contiguous().view(torch.uint8).numpy()
+    missing = -flat.shape[1] % 8
+    words = np.pad(flat, ((0, 0), (0, missing))).view(np.uint64)
+    factors = np.arange(1, words.shape[1] + 1, dtype=np.uint64) * MIXING | np.uint64(1)
+    with np.errstate(over="ignore"):
+        hashes = (words * factors).sum(axis=1, dtype=np.uint64)
+        hashes = (hashes ^ (hashes >> np.uint64(29))) * MIXING
+        hashes ^= hashes >> np.uint64(32)
+        mixed: np.ndarray[tuple[int], np.dtype[np.uint64]] = hashes * MIXING
+    return mixed

@@ -1,21 +1,43 @@
-"""Notices what becomes of the gradients of a model while its step runs."""
+"""Notices what becomes of gradients, weights and buffers while a step runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_equivalence.comparison.digits import in_order
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.measurement.calls import GradientChange
-from ddp_equivalence.measurement.plain_tensors import plain
+from ddp_equivalence.comparison.gradients import ElementSample, digest
+from ddp_equivalence.measurement.calls import (
+    Call,
+    CodeLine,
+    CollectiveCall,
+    GradientChange,
+    GradientState,
+    Kind,
+    NotPlain,
+    callers_of,
+    is_users,
+    line_at,
+    packed,
+    plain,
+    thinned,
+    users_code_of,
+)
+from ddp_equivalence.measurement.lines import Handler, may_hide
+
+# Notices what becomes of the gradients of a model while its step runs.
 
 SAME_FACTOR = 1e-3
 """Gradients were multiplied by a number if this much of them, relative to their norm, is not."""
 
-State = tuple[int, int] | None
+GradientVersion = tuple[int, int] | None
 """The id and the version of a gradient; None if there is none."""
 
 
@@ -32,7 +54,7 @@ class GradientWatch:
             for name, parameter in model.named_parameters()
             if name in sample.sizes and sample.sizes[name] == parameter.numel()
         }
-        self._states: dict[str, State] = {}
+        self._states: dict[str, GradientVersion] = {}
         self._values: dict[str, Tensor | None] = {}
         self._pending: set[str] = set()
         self.accept()
@@ -111,7 +133,7 @@ class GradientWatch:
         """The sampled elements of a gradient as it is."""
         return self._copy(name) if name in self._parameters else None
 
-    def state_now(self, name: str) -> State:
+    def state_now(self, name: str) -> GradientVersion:
         """Changes whenever something writes to a gradient, or puts another one in its place."""
         return _state(self._parameters[name].grad)
 
@@ -130,7 +152,7 @@ class GradientWatch:
             return None
 
 
-def _state(gradient: Tensor | None) -> State:
+def _state(gradient: Tensor | None) -> GradientVersion:
     if gradient is None:
         return None
     try:
@@ -200,3 +222,449 @@ def matching_segments(
                 break
         else:
             return
+
+
+# Notices which lines of the user's hooks change gradients while a backward pass runs.
+
+MOST_CHANGES = 2_000
+"""Later changes are not recorded."""
+
+
+@dataclass
+class _RunningFunction:
+    """A function of the user's that runs. ``line``: of it that runs. ``issued``: how many calls had
+    been recorded before this line.
+    """
+
+    line: CodeLine | None = None
+    issued: int = 0
+    states: dict[str, GradientVersion] = field(default_factory=dict)
+    values: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+class HookWatch:
+    """Only the parameters that a variable of the function holds are looked at, so that hooks on
+    many parameters stay fast. ``calls``: those of the step, to which ``append`` adds one.
+    """
+
+    def __init__(
+        self, gradients: GradientWatch, calls: Sequence[Call], append: Callable[..., None]
+    ) -> None:
+        self._gradients = gradients
+        self._names = {id(one): name for name, one in gradients.parameters.items()}
+        self._calls = calls
+        self._append = append
+        self._running: dict[int, _RunningFunction] = {}
+        self._left = MOST_CHANGES
+        self._racing: set[str] = set()
+        """The gradients that a collective may change at any time."""
+
+    def backward_ended(self) -> None:
+        """No hook runs any longer."""
+        self._running.clear()
+        self._racing.clear()
+
+    def on_event(self, frame: FrameType, event: str) -> None:
+        """A function begins or returns inside a backward pass, or a line of it is to run."""
+        if not self._left:
+            return
+        if event == "call":
+            self._running[id(frame)] = _RunningFunction()
+        running = self._running.get(id(frame))
+        if running is None:
+            return
+        if running.line is not None:
+            self._line_has_run(frame, running)
+        if event == "return":
+            del self._running[id(frame)]
+            return
+        for name in self._names_in(frame):
+            if name not in running.states:
+                self._look_at(running, name)
+        running.line = line_at(frame) if event == "line" else None
+        running.issued = len(self._calls)
+
+    def _names_in(self, frame: FrameType) -> list[str]:
+        """The parameters that a function holds, and those of whose gradients it was given one."""
+        parameters = self._gradients.parameters
+        known = {name for one in self._running.values() for name in one.states}
+        gradients = {id(parameters[name].grad): name for name in known}
+        found = []
+        for value in frame.f_locals.values():
+            names = self._names if isinstance(value, nn.Parameter) else gradients
+            name = names.get(id(value)) if isinstance(value, Tensor) else None
+            if name is not None and name not in self._racing:
+                found.append(name)
+        return found
+
+    def _line_has_run(self, frame: FrameType, running: _RunningFunction) -> None:
+        line = running.line
+        hidden = line is not None and may_hide(line.file, line.number)
+        for name, before in list(running.states.items()):
+            reduced = self._reduced(name, running.issued)
+            if reduced:  # it may have changed the values without a new version
+                if any(one.asynchronous for one in reduced):
+                    self._racing.add(name)
+                    del running.states[name]
+                else:
+                    self._look_at(running, name)
+                continue
+            if self._gradients.state_now(name) == before and not hidden:
+                continue
+            old = running.values[name]
+            self._look_at(running, name)
+            change = change_between(name, old, running.values[name])
+            if change is None:
+                continue
+            for other in self._running.values():
+                if other is not running and name in other.states:
+                    self._look_at(other, name)
+            self._left -= 1
+            self._append(Kind.CHANGE, (line, line), change=change, callers=callers_of(frame))
+
+    def _look_at(self, running: _RunningFunction, name: str) -> None:
+        running.states[name] = self._gradients.state_now(name)
+        running.values[name] = self._gradients.value_now(name)
+
+    def _reduced(self, name: str, since: int) -> list[CollectiveCall]:
+        """The collectives that have been issued for a gradient since then."""
+        return [
+            call.collective
+            for call in self._calls[since:]
+            if call.collective is not None and name in call.collective.names
+        ]
+
+
+# Notices hooks that compute a gradient and do not give it back, so that nothing can use it.
+
+REGISTERING: tuple[Any, ...] = (
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    nn.Module.register_full_backward_hook,
+    nn.Module.register_full_backward_pre_hook,
+)
+"""Their hooks give a gradient back by returning it, or, the second one, by writing it to .grad."""
+
+MOST_FOUND = 200
+"""Later ones are not recorded."""
+
+
+@dataclass
+class _RunningHook:
+    """A hook that runs. ``set_at``: variable -> the id of its tensor, and the line that set it."""
+
+    registered_by: str
+    shapes: frozenset[tuple[int, ...]]
+    memory: frozenset[int]
+    line: CodeLine | None = None
+    set_at: dict[str, tuple[int, CodeLine]] = field(default_factory=dict)
+
+
+class HookResults:
+    """``append(kind, lines, ...)`` adds a call to those of the step."""
+
+    def __init__(self, append: Callable[..., None]) -> None:
+        self._append = append
+        self._hooks: dict[CodeType, str] = {}
+        self._running: dict[int, _RunningHook] = {}
+        self._ended: list[tuple[_RunningHook, dict[str, list[StorageWeakRef]]]] = []
+        self._left = MOST_FOUND
+
+    def handlers(self) -> dict[CodeType, Handler]:
+        """The functions that register hooks."""
+        return {one.__code__: self._on_register for one in REGISTERING}
+
+    def _on_register(self, frame: FrameType) -> None:
+        code = users_code_of(frame.f_locals.get("hook"))
+        if code is not None:
+            self._hooks[code] = frame.f_code.co_name
+
+    def on_event(self, frame: FrameType, event: str, returned: object) -> None:
+        """A function begins or returns inside a backward pass, or a line of it is to run."""
+        if self._ended:
+            self._tell_of_ended()
+        if event == "call":
+            self._begin(frame)
+            return
+        running = self._running.get(id(frame))
+        if running is None:
+            return
+        self._note_variables(frame, running)
+        running.line = line_at(frame)
+        if event == "return":
+            del self._running[id(frame)]
+            self._end(frame, running, returned)
+
+    def tell_of_all(self) -> None:
+        """The backward pass has ended."""
+        self._tell_of_ended()
+        self._running.clear()
+
+    def _begin(self, frame: FrameType) -> None:
+        registered = self._hooks.get(frame.f_code)
+        called_by_user = frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
+        if registered is None or called_by_user or not self._left:
+            return
+        given = [one for value in frame.f_locals.values() for one in _tensors(value)]
+        given += [one.grad for one in given if one.is_leaf and one.grad is not None]
+        shapes = frozenset(tuple(one.shape) for one in given)
+        self._running[id(frame)] = _RunningHook(registered, shapes, frozenset(map(_memory, given)))
+
+    def _note_variables(self, frame: FrameType, running: _RunningHook) -> None:
+        """Note which variables the line that has run has set."""
+        for name, value in frame.f_locals.items():
+            if isinstance(value, Tensor | list | tuple):
+                before = running.set_at.get(name)
+                if (before is None or before[0] != id(value)) and running.line is not None:
+                    running.set_at[name] = id(value), running.line
+
+    def _end(self, frame: FrameType, running: _RunningHook, returned: object) -> None:
+        new: dict[str, list[StorageWeakRef]] = {}
+        if returned is not None:
+            return
+        for name in running.set_at:
+            found = list(_tensors(frame.f_locals.get(name)))
+            if found and all(self._is_new(one, running) for one in found):
+                new[name] = [StorageWeakRef(one.untyped_storage()) for one in found]
+        if new:
+            self._ended.append((running, new))
+
+    def _is_new(self, tensor: Tensor, running: _RunningHook) -> bool:
+        """True if a tensor may stand for a gradient that was given, and is not this itself."""
+        return tuple(tensor.shape) in running.shapes and _memory(tensor) not in running.memory
+
+    def _tell_of_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        for running, new in ended:
+            for name, memory in new.items():
+                if all(one.expired() for one in memory):
+                    line, by = running.set_at[name][1], (running.registered_by,)
+                    self._left = max(0, self._left - 1)
+                    self._append(Kind.DROPPED, (line, line), what=name, names=by)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """A tensor, or those in a list or tuple of a hook."""
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(one, Tensor) and one.is_floating_point():
+            yield one
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Notices the lines of a step that change the weights, or whether these require a gradient.
+
+MOST_WEIGHTS = 20_000_000
+"""The weights of a larger model are not compared."""
+
+DIGITS = 16
+"""Digests are cut to so many digits."""
+
+SHARDED = "sharded"
+"""Takes the place of a digest for a weight of which a rank has only a part."""
+
+
+class WeightWatch:
+    """Compares the weights of a model, and what requires a gradient, with what they were.
+
+    ``parameters``: those that get a gradient. ``others``: those that get none, such as a teacher's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        others: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._flags = self._flags_now()
+        elements = sum(one.numel() for one in parameters.values())
+        self._compares = elements <= MOST_WEIGHTS
+        self._compared = {**parameters, **_comparable(others or {}, MOST_WEIGHTS - elements)}
+        self._versions = self._versions_now()
+        self._digests = self._digests_now() if self._compares else {}
+        self._first = self._digests
+
+    def switched(self) -> dict[bool, tuple[str, ...]]:
+        """Whether a gradient is required now -> the parameters for which this is new."""
+        now = self._flags_now()
+        if now == self._flags:
+            return {}
+        before, self._flags = self._flags, now
+        changed = [
+            (name, flag)
+            for name, flag, old in zip(self._parameters, now, before, strict=True)
+            if flag != old
+        ]
+        return {
+            flag: tuple(name for name, its in changed if its is flag)
+            for flag in dict.fromkeys(flag for _, flag in changed)
+        }
+
+    def changed(self, by_value: bool) -> tuple[tuple[str, ...], str]:
+        """The parameters that have changed since the last call, and a digest of all weights; "" if
+        they are again what they were at first.
+
+        ``by_value``: compare all values, and not only those whose version has changed.
+        """
+        if not self._compares:
+            return (), ""
+        versions = self._versions_now()
+        if versions == self._versions and not by_value:
+            return (), ""
+        before = self._digests
+        self._versions, self._digests = versions, self._digests_now()
+        names = tuple(
+            name
+            for name, one in self._digests.items()
+            if one != before[name] and SHARDED not in (one, before[name])
+        )
+        return names, "" if self._digests == self._first else digest_of(self._digests)
+
+    def _flags_now(self) -> list[bool]:
+        return [one.requires_grad for one in self._parameters.values()]
+
+    def _versions_now(self) -> list[int]:
+        return [one._version for one in self._compared.values()]
+
+    def _digests_now(self) -> dict[str, str]:
+        return {name: _digest(name, one) for name, one in self._compared.items()}
+
+
+def _digest(name: str, weight: nn.Parameter) -> str:
+    try:
+        return digest({name: plain(weight)})
+    except NotPlain:
+        return SHARDED
+
+
+def _comparable(others: Mapping[str, nn.Parameter], most: int) -> Mapping[str, nn.Parameter]:
+    """The parameters without a gradient; {} if there are too many, or some hold no values."""
+    try:
+        if sum(one.numel() for one in others.values()) > most:
+            return {}
+        for name, one in others.items():
+            digest({name: plain(one)})
+    except Exception:  # it is on no device, or has no shape yet
+        return {}
+    return others
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """One digest of several."""
+    return sha256("".join(digests.values()).encode()).hexdigest()[:DIGITS]
+
+
+# Watches the buffers of a model: what they hold at a forward pass, and which lines change them.
+#
+# Running statistics and moving averages are buffers. No gradient reaches them, so each rank
+# changes its own, unless the step reduces them.
+
+MOST_BUFFER_ELEMENTS = 200_000
+"""The values of larger buffers are not kept."""
+
+MOST_WATCHED = 64
+"""Of a model with more buffers, the lines that change them are not looked for."""
+
+LARGEST = 1_000_000
+"""Larger buffers are not compared between the ranks: they are tables that no step changes."""
+
+
+BufferState = tuple[tuple[str, int, int], ...]
+
+
+class BufferWatch:
+    """Remembers what the buffers of ``model`` were when it was last asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._owners = [(name, module) for name, module in model.named_modules() if module._buffers]
+        self._watches = sum(len(module._buffers) for _, module in self._owners) <= MOST_WATCHED
+        self._state = self._now()
+        self._digest = ""
+        self._values: Mapping[str, Tensor] = {}
+
+    def changed(self) -> tuple[str, ...]:
+        """The buffers that have another version, or were replaced, since the last call."""
+        if not self._owners or not self._watches:
+            return ()
+        now = self._now()
+        if now == self._state:
+            return ()
+        before, self._state = set(self._state), now
+        return tuple(entry[0] for entry in now if entry not in before)
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Copies of what the buffers hold, the same ones as before if nothing has changed."""
+        buffers = dict(self._model.named_buffers())
+        if not buffers or sum(one.numel() for one in buffers.values()) > MOST_BUFFER_ELEMENTS:
+            return {}
+        try:
+            now = digest({name: plain(one) for name, one in buffers.items()})
+            if now != self._digest:
+                self._values = {
+                    name: plain(one).detach().cpu().clone() for name, one in buffers.items()
+                }
+                self._digest = now
+        except Exception:  # a compiler or a transform of torch.func holds them
+            return {}
+        return self._values
+
+    def _now(self) -> BufferState:
+        return tuple(
+            (f"{name}.{key}" if name else key, id(one), one._version)
+            for name, module in self._owners
+            for key, one in module._buffers.items()
+            if one is not None
+        )
+
+
+def digests_of_buffers(model: nn.Module) -> dict[str, str]:
+    """Buffer -> a digest of what it holds; without large ones, and those that hold no values."""
+    found = {}
+    for name, one in model.named_buffers():
+        if one.numel() <= LARGEST:
+            try:
+                with torch.no_grad():
+                    found[name] = digest({name: plain(one)})[:DIGITS]
+            except Exception:  # it is on no device, or sharded
+                continue
+    return found
+
+
+# Keeps what the gradients held after each call that may have changed them.
+
+MOST_OF_A_STATE = 100_000
+"""About so many elements are kept of all gradients together after one call."""
+
+FEWEST, MOST = 4, 256
+"""So many elements are kept of one gradient."""
+
+MOST_IN_ALL = 2_000_000
+"""About so many elements are kept of all states of a rank, which is 16 MB."""
+
+
+class StateLog:
+    """``gradients``: knows the values of the gradients as they were last accepted."""
+
+    def __init__(self, gradients: GradientWatch) -> None:
+        self._gradients = gradients
+        self._left = MOST_IN_ALL
+        self.states: list[GradientState] = []
+        self.complete = True
+        count = max(1, len(gradients.parameters))
+        self.each = max(FEWEST, min(MOST, MOST_OF_A_STATE // count))
+
+    def note(self, call: int, names: Sequence[str]) -> None:
+        """Keep what these gradients hold now. ``call``: the number of the call that was made."""
+        if self._left <= 0:
+            self.complete = False
+            return
+        values = {}
+        for name in names:
+            value = self._gradients.known_value(name)
+            if value is not None:
+                values[name] = b"" if value.numel() == 0 else packed(thinned(value, self.each))
+                self._left -= len(values[name]) // 8
+        self.states.append(GradientState(call, values))

@@ -1,38 +1,47 @@
-"""Send a case to the ranks, and compare the gradients that they send back while they arrive."""
+"""Sends a case to the ranks, compares the gradients that come back, and watches a second run."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.case import name_of
+from ddp_equivalence.case.build import build_batches
+from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.comparison.chunks import RawChunk
-from ddp_equivalence.comparison.comparator import Comparator
-from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.comparison.noise import larger_noise
-from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, Noise, Tolerance
+from ddp_equivalence.case.shards import OWN
+from ddp_equivalence.case.training import Compare, GradientKey, Steps, Training
+from ddp_equivalence.comparison.comparison import Comparator, Comparison, RawChunk
+from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.comparison.rounding import (
+    Expected,
+    Rounding,
+    larger_noise,
+    measure_more,
+    measure_rounding,
+)
+from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, USELESS, Noise, Tolerance
+from ddp_equivalence.measurement.calls import Operations
+from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.measurement.rounding_on_device import (
-    may_be_that_of_a_device,
-    rounding_on_device,
-)
 from ddp_equivalence.measurement.work import Evidence, Work
-from ddp_equivalence.ranks import pickling, root_cause
-from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.idle_sets import Environment
+from ddp_equivalence.ranks import messages, pickling
+from ddp_equivalence.ranks.environment import RERUN_VARIABLE
+from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.probe import probe_ranks_once
+from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.user_modules import carried
-from ddp_equivalence.ranks.warm_ranks import warm_ranks
+from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
+from ddp_equivalence.reference import big_batch
+
+# Send a case to the ranks, and compare the gradients that they send back while they arrive.
 
 
 @dataclass
@@ -257,4 +266,273 @@ def _changes_error(ranks: RankSet) -> RankFailed:
         else ranks.rank_end(rank, "finished")
         for rank in range(ranks.layout.world_size)
     ]
-    return root_cause.failure(ends, "")
+    return messages.failure(ends, "")
+
+
+# Runs a step that differs a second time, and watches it.
+
+
+@dataclass(frozen=True)
+class SecondRun:
+    """What was seen of each rank while the step ran a second time.
+
+    ``why_not``: why there was no second run. ``needs_fresh_ranks``: the first run has left ranks
+    that can do no more work.
+    """
+
+    by_rank: Mapping[int, Observation] = field(default_factory=dict)
+    why_not: str = ""
+    needs_fresh_ranks: bool = False
+
+
+def observe(
+    ranks: RankSet,
+    request: Request,
+    deadline: float,
+    sample: ElementSample[str],
+    log_draws: bool = False,
+) -> SecondRun:
+    """Run the step a second time on the same ranks, and watch it.
+
+    ``log_draws``: also record the random numbers that the ranks draw.
+    """
+    if request.in_process:
+        return SecondRun(why_not="rank 0 was the process that you started (in_process)")
+    if not request.second_look:
+        return SecondRun(why_not="this run forbids it (--ddp-no-second-look, second_look=False)")
+    if ranks.broken:
+        return SecondRun(needs_fresh_ranks=True)
+    try:
+        ranks.submit(message_for(request, sample, log_draws=log_draws))
+        return SecondRun(_observations(ranks, deadline))
+    except RankFailed as error:
+        return SecondRun(why_not=f"the ranks failed in it: {_first_line(error)}")
+
+
+def observe_on_fresh_ranks(
+    request: Request, deadline: float, sample: ElementSample[str], log_draws: bool = False
+) -> SecondRun:
+    """Run the step a second time on new ranks, and watch it.
+
+    A step that makes a process group of its own leaves ranks that can do no more work.
+    """
+    try:
+        with at_work(request, deadline, fresh=True, observe=sample, log_draws=log_draws) as ranks:
+            return SecondRun(_observations(ranks, deadline))
+    except RankFailed as error:
+        return SecondRun(why_not=f"new ranks failed in it: {_first_line(error)}")
+
+
+def _observations(ranks: RankSet, deadline: float) -> dict[int, Observation]:
+    results = dict(ranks.collect(deadline))
+    return {
+        rank: result.observed
+        for rank, result in sorted(results.items())
+        if isinstance(result, Evidence) and result.observed is not None
+    }
+
+
+def _first_line(error: RankFailed) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
+# Runs a case whose ranks hung or were aborted once more, with torch's detailed checks on.
+
+DETAIL = ((RERUN_VARIABLE, "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+"""With this environment torch compares the operation, shape and dtype of every collective between
+the ranks. This costs a barrier for each collective.
+
+Source: docs.pytorch.org/docs/stable/distributed.html, "TORCH_DISTRIBUTED_DEBUG".
+"""
+
+EXTRA_SECONDS = 1.0
+TIMES_FIRST_RUN = 3.0
+"""The rerun gets ``TIMES_FIRST_RUN`` times the seconds after which the first run was stuck, and
+``EXTRA_SECONDS`` more."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The result of the rerun: ``failure`` is None if the ranks did not fail again.
+
+    ``ranks_began``: False if the ranks could not even be started. ``cut_short``: True if the rerun
+    was stopped at its own deadline, which is shorter than that of the case. It is then not known
+    whether the rerun hung again or was only slow.
+    """
+
+    failure: RankFailed | None
+    seconds: float
+    ranks_began: bool = True
+    cut_short: bool = False
+
+
+def rerun(request: Request, first: RankFailed, began: float) -> Rerun | None:
+    """Run the case again on fresh ranks; None if the ``first`` failure calls for no rerun.
+
+    ``began``: the time at which the first run began, in seconds since the epoch.
+    """
+    aborted = any(end.signal_number == signal.SIGABRT for end in first.ends)
+    if not (aborted or isinstance(first, RanksTimedOut)) or not request.second_look:
+        return None
+    if request.in_process:
+        return None  # the user may be debugging the step already
+    stuck = max((end.last.at - began for end in first.ends if end.last is not None), default=0.0)
+    deadline = min(request.deadline, EXTRA_SECONDS + TIMES_FIRST_RUN * max(0.0, stuck))
+    started = time.monotonic()
+    failure, ranks_began = None, False
+    try:
+        with at_work(request, deadline, fresh=True, environment=DETAIL) as ranks:
+            ranks_began = True
+            for _ in ranks.collect(deadline):
+                pass
+    except RankFailed as error:
+        failure = error
+    late = isinstance(failure, RanksTimedOut) or "monitoredBarrier" in str(failure)
+    cut_short = late and deadline < request.deadline
+    return Rerun(failure, time.monotonic() - started, ranks_began, cut_short)
+
+
+# Runs a step on its ranks and on one rank alone, and records the operations of both.
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """The operations of a step ``by_rank``, and those of the same step on ``alone``: one rank that
+    is given the whole batch.
+    """
+
+    by_rank: Mapping[int, Operations]
+    alone: Operations
+
+
+def operations_beside_one_rank(
+    request: Request, deadline: float, order: tuple[int, ...] = ()
+) -> OneRank | None:
+    """Run the step twice more: on its ranks, and on one rank with the whole batch in this order.
+    If it has only one rank, it runs once.
+
+    None if the step cannot run on one rank, or if there is too much to record. ``deadline``:
+    seconds for each of the two runs.
+    """
+    has_one = request.processes.world_size == 1
+    if request.in_process or not request.second_look:
+        return None
+    alone = None if has_one else operations_on_one_rank(request, deadline, order)
+    if alone is None and not has_one:
+        return None
+    try:
+        by_rank = _operations(request, deadline)
+    except (RankFailed, BadCase):
+        return None
+    if len(by_rank) != request.processes.world_size:
+        return None
+    if not all(one.complete for one in by_rank.values()):
+        return None
+    return OneRank(by_rank, alone or by_rank[0])
+
+
+def operations_on_one_rank(
+    request: Request, deadline: float, order: tuple[int, ...] = ()
+) -> Operations | None:
+    """Run the step once more, on one rank with the whole batch in this order; None as above."""
+    if request.in_process or not request.second_look or request.processes.world_size == 1:
+        return None
+    shards = OWN if request.case.shards == OWN else "equal"
+    try:
+        case = replace(request.case, layout="1x1", shards=shards)
+        alone = _operations(replace(request, case=case), deadline, order)
+    except (RankFailed, BadCase):
+        return None
+    return alone[0] if alone and alone[0].complete else None
+
+
+def _operations(
+    request: Request, deadline: float, order: tuple[int, ...] = ()
+) -> dict[int, Operations]:
+    with at_work(request, deadline, request.fresh, log_operations=True, order=order) as ranks:
+        results = dict(ranks.collect(deadline))
+    return {
+        rank: result.operations
+        for rank, result in sorted(results.items())
+        if isinstance(result, Evidence) and result.operations is not None
+    }
+
+
+# How far rounding moves the big batch on one device of the kind that the ranks compute on.
+#
+# The reference and its rounding are computed on the CPU. A GPU has other kernels, which round
+# differently: they add up in another order, and may compute products in a lower precision. Where
+# a difference lies beyond the limits of the CPU, and may be the rounding of a GPU, rank 0
+# computes the big batch on its own device, as ``comparison.rounding`` does on the CPU.
+
+
+@dataclass(frozen=True)
+class RoundingWork:
+    """The big batch whose rounding rank 0 measures. ``autocast``: as in ``measure_rounding``."""
+
+    case: Case
+    compare: Compare
+    training: Training
+    steps: Steps
+    autocast: torch.dtype | None
+    at_each_step: bool = False
+    after_clipping: bool = False
+
+
+def may_be_that_of_a_device(comparison: Comparison, request: Request) -> bool:
+    """True if the ranks compute on another kind of device than the reference, and if a limit that
+    could still show something might accept what they hold.
+    """
+    if request.lane.device_type == "cpu" or request.in_process or request.case.exact:
+        return False
+    if comparison.same or comparison.structure or not comparison.ranks_agree:
+        return False
+    telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
+    return all(one.error < USELESS for one in telling)
+
+
+def rounding_on_device(
+    ranks: RankSet, request: Request, autocast: torch.dtype | None, deadline: float
+) -> Rounding | None:
+    """The rounding of all runs that are ever made, on the device of rank 0; None if they fail."""
+    if ranks.broken:
+        return None
+    work = RoundingWork(
+        request.case,
+        request.compare,
+        request.training,
+        request.steps,
+        autocast,
+        request.at_each_step,
+        request.after_clipping,
+    )
+    with suppress(RankFailed):  # what the CPU's limits say then stands
+        ranks.submit(pickling.dumps(rounding_on_rank, work))
+        rounding: Rounding | None = dict(ranks.collect(deadline)).get(0)
+        return rounding
+    return None
+
+
+def rounding_on_rank(rank: Rank, work: RoundingWork) -> Iterator[Rounding | None]:
+    """Yield the rounding on rank 0, None if the model or the loss cannot run there as they are."""
+    if rank.rank == 0:
+        try:
+            rounding = _measure(rank, work)
+        except Exception:  # the user's loss may need what only the step prepares, such as autocast
+            rounding = None
+        yield rounding
+
+
+def _measure(rank: Rank, work: RoundingWork) -> Rounding:
+    reference = big_batch(
+        work.case,
+        work.compare,
+        work.training,
+        work.steps,
+        at_each_step=work.at_each_step,
+        after_clipping=work.after_clipping,
+    )
+    batches = build_batches(work.case, work.steps)
+    rounding = measure_rounding(reference, batches, work.autocast, rank.device)
+    return measure_more(reference, rounding, batches, work.autocast, rank.device)

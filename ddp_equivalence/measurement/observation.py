@@ -1,21 +1,49 @@
-"""What a rank was seen to do while its step ran: which examples it read, and what it reduced.
-
-These are frozen dataclasses. The ranks send them to the judging process.
-"""
+"""What a rank was seen to do while its step ran: which examples it read, and what it reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.measurement.calls import Call, CodeLine
-from ddp_equivalence.measurement.cuts import Cut, OwnBackward
-from ddp_equivalence.measurement.random_draws import Draw
-from ddp_equivalence.measurement.trace import Trace
+from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.measurement.calls import (
+    Call,
+    CodeLine,
+    Kind,
+    ModuleCall,
+    TensorSample,
+    Trace,
+    line_at,
+    lines_of,
+    plain,
+)
+from ddp_equivalence.measurement.draws import Draw, DrawWatch
+from ddp_equivalence.measurement.gradient_watch import (
+    BufferWatch,
+    GradientWatch,
+    HookResults,
+    HookWatch,
+)
+from ddp_equivalence.measurement.graph_watch import Cut, CutWatch, OwnBackward, OwnBackwards
+from ddp_equivalence.measurement.lines import Handler, LineTracer, line_of_caller, merged_handlers
+from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import Collective
+from ddp_equivalence.ranks.users_line import counts_as_torch
+
+# What a rank was seen to do while its step ran: which examples it read, and what it reduced.
+#
+# These are frozen dataclasses. The ranks send them to the judging process.
 
 Indices = tuple[int, ...]
 """Positions of examples in the big batch."""
@@ -155,3 +183,316 @@ class Observation:
             if passes:
                 micro_batches.append(tuple(distinct.values()))
         return tuple(micro_batches) or None
+
+
+# Hears every call of chosen modules, and leaves nothing on them.
+#
+# A hook on a model would travel with it into its copies and pickles, and torch.jit.script and
+# ``torch.compile(fullgraph=True)`` refuse models with hooks of the kind that is needed here. So
+# ``nn.Module.__call__`` itself is replaced while somebody listens. What a compiler or torch.jit
+# traces is not heard.
+
+Heard = Callable[[object], None] | None
+"""Gets what the module returned; None if nobody wants to know."""
+
+Listener = Callable[[tuple[Any, ...]], Heard]
+"""Gets the positional arguments of a call, and behind them the dict of its named arguments."""
+
+_call = nn.Module.__call__
+_listeners: dict[int, tuple[weakref.ref[nn.Module], list[Listener]]] = {}
+"""id of a module -> the module and its listeners."""
+
+
+@contextmanager
+def heard(module: nn.Module, listener: Listener) -> Iterator[None]:
+    """Inside the block, ``listener`` hears every call of the module. It can make no call fail."""
+    listen(module, listener)
+    try:
+        yield
+    finally:
+        stop_listening(module, listener)
+
+
+def listen(module: nn.Module, listener: Listener) -> None:
+    """Let ``listener`` hear every call of the module from now on, which is not kept alive."""
+    entry = _listeners.get(id(module))
+    if entry is None or entry[0]() is not module:
+        number = id(module)
+        entry = weakref.ref(module, lambda _: _forget(number)), []
+        _listeners[number] = entry
+        if nn.Module.__call__ is not _listened_to:
+            global _call
+            _call = nn.Module.__call__  # perhaps a patch of the user, which must still be called
+            nn.Module.__call__ = _listened_to  # type: ignore[method-assign]
+    entry[1].append(listener)
+
+
+def stop_listening(module: nn.Module, listener: Listener) -> None:
+    """Undo ``listen``."""
+    entry = _listeners.get(id(module))
+    if entry is None or listener not in entry[1]:
+        return
+    entry[1].remove(listener)
+    if not entry[1]:
+        _forget(id(module))
+
+
+def _forget(number: int) -> None:
+    _listeners.pop(number, None)
+    if process_state.is_a_rank():
+        return  # the next case listens again, and replacing the method takes 0.3 ms
+    if not _listeners and nn.Module.__call__ is _listened_to:
+        nn.Module.__call__ = _call  # type: ignore[method-assign]
+
+
+@counts_as_torch
+def _listened_to(module: nn.Module, /, *arguments: Any, **named: Any) -> Any:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return _call(module, *arguments, **named)
+    entry = _entry_of(module)
+    if entry is None:
+        return _call(module, *arguments, **named)
+    then = [_told(listener, (*arguments, named)) for listener in tuple(entry[1])]
+    result = _call(module, *arguments, **named)
+    for hear in then:
+        if hear is not None:
+            _told(hear, result)
+    return result
+
+
+def _entry_of(module: nn.Module) -> tuple[weakref.ref[nn.Module], list[Listener]] | None:
+    """The entry of the module, or of the module that torch.compile has wrapped in it."""
+    entry = _listeners.get(id(module))
+    if entry is None and type(module).__name__ == "OptimizedModule":
+        module = module.__dict__["_modules"].get("_orig_mod")
+        entry = _listeners.get(id(module))
+    return entry if entry is not None and entry[0]() is module else None
+
+
+def _told(listener: Callable[[Any], Any], what: object) -> Any:
+    """What the listener returns; None if it raises, since it must not make the call fail.
+
+    No transform of torch.func, and no mode, sees what the listener does.
+    """
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableFuncTorch(),
+            # Entering this costs more than everything else here, and is rarely needed.
+            _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
+        ):
+            return listener(what)
+    except Exception:
+        return None
+
+
+# Notices the lines that set a plain attribute of a module, such as its mode or dropout rate.
+
+MOST_STATES = 500
+"""Later ones are not recorded, since a model may count its own calls."""
+
+PLAIN = (bool, int, float, str)
+
+
+class ModuleStates:
+    """``record(frame, what, name)`` gets what was set, such as ``training = False``, and the name
+    of the module of ``model``, "" for the model itself.
+    """
+
+    def __init__(self, model: nn.Module, record: Callable[[FrameType, str, str], None]) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._record = record
+        self._left = MOST_STATES
+
+    def handlers(self) -> dict[CodeType, Handler]:
+        """Every attribute of a module is set through one function of torch."""
+        return {nn.Module.__setattr__.__code__: self._on_set}
+
+    def _on_set(self, frame: FrameType) -> None:
+        values = frame.f_locals
+        module, attribute, value = values["self"], values["name"], values["value"]
+        name = self._names.get(id(module))
+        if name is None or not isinstance(value, PLAIN) or attribute.startswith("_"):
+            return
+        before = module.__dict__.get(attribute)
+        if before == value or not isinstance(before, PLAIN) or not self._left:
+            return
+        self._left -= 1
+        self._record(frame, f"{attribute} = {value!r}", name)
+
+
+# Keeps samples of what each module of a model was given and returned in a watched step.
+
+MOST_CALLS = 2_000
+"""Later calls are not recorded."""
+
+MOST_MODULES = 500
+"""Of a model with more modules only so many are heard."""
+
+
+class ModuleWatch:
+    """``now()``: the number of the step, how many calls of backward have begun, and whether one
+    runs. ``off_at()``: the line that has turned gradients off, if it is known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        now: Callable[[], tuple[int, int, bool]],
+        off_at: Callable[[], CodeLine | None] = lambda: None,
+    ) -> None:
+        self.calls: list[ModuleCall] = []
+        self.complete = True
+        self._now = now
+        self._off_at = off_at
+        self._modules = list(model.named_modules())
+        self._ticks = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside the block."""
+        self.complete &= len(self._modules) <= MOST_MODULES
+        with ExitStack() as listening:
+            for name, module in self._modules[:MOST_MODULES]:
+                listening.enter_context(heard(module, partial(self._on_call, name, module)))
+            yield
+
+    def _on_call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> Heard:
+        step, backwards, in_backward = self._now()
+        if in_backward:
+            return None
+        with_gradients = torch.is_grad_enabled()
+        off_at = None if with_gradients else self._off_at()
+        if len(self.calls) >= MOST_CALLS:
+            self.complete = False
+            return None
+        given = _sample(arguments)
+        line = lines_of(sys._getframe(1))[1]
+        training = module.training
+        began = self._tick()
+
+        def ended(result: object) -> None:
+            self.calls.append(
+                ModuleCall(
+                    name=name,
+                    kind=type(module).__name__,
+                    step=step,
+                    backwards=backwards,
+                    line=line,
+                    given=given,
+                    returned=_sample(result),
+                    order=(began, self._tick()),
+                    training=training,
+                    with_gradients=with_gradients,
+                    off_at=off_at,
+                )
+            )
+
+        return ended
+
+    def _tick(self) -> int:
+        self._ticks += 1
+        return self._ticks
+
+
+def _sample(values: object) -> TensorSample | None:
+    """A sample of the first tensor of floating-point numbers; None if there is none."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            try:
+                return TensorSample.of(plain(leaf))
+            except Exception:  # its values are not known
+                return None
+    return None
+
+
+# What is looked at with every line of the user's code, also inside a forward or backward pass.
+
+
+class LineEvents:
+    """``now()``: the number of the step, how many calls of backward have begun, and whether one
+    runs. ``calls``: those of the step, to which ``append(kind, lines, ...)`` adds one.
+    ``in_forward()``: whether a forward pass of the model runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        now: Callable[[], tuple[int, int, bool]],
+        calls: list[Call],
+        append: Callable[..., None],
+        in_forward: Callable[[], bool],
+    ) -> None:
+        self.cuts = CutWatch(now)
+        self.own_backwards = OwnBackwards(now)
+        self.buffers = BufferWatch(model)
+        self._states = ModuleStates(model, self._on_state)
+        self._draws = DrawWatch(self._on_draw)
+        self._now = now
+        self._calls = calls
+        self._append = append
+        self._in_forward = in_forward
+        self._hooks: HookWatch | None = None
+        self._results = HookResults(append)
+        self._line: CodeLine | None = None
+
+    def handlers(self) -> dict[CodeType, Handler]:
+        """The functions of torch that are recorded when they are called."""
+        return merged_handlers(
+            self._states.handlers(), self.cuts.handlers(), self._results.handlers()
+        )
+
+    def attach(self, tracer: LineTracer, gradients: GradientWatch) -> None:
+        """From now on the tracer tells of its events. ``gradients``: of the same model."""
+        self._hooks = HookWatch(gradients, self._calls, self._append)
+        tracer.on_event = self.on_event
+        tracer.around_compiler = self.cuts.around_compiler
+
+    def begin_step(self) -> None:
+        """What happens from now on belongs to the next step."""
+        self._line = None
+        self.buffers.changed()
+        self._draws.begin_step()
+
+    def backward_ended(self) -> None:
+        """No hook runs any longer."""
+        self._results.tell_of_all()
+        if self._hooks is not None:
+            self._hooks.backward_ended()
+
+    def on_event(self, frame: FrameType, event: str, returned: object) -> None:
+        """A function of the user's begins or returns, or a line of it is to run."""
+        _, _, in_backward = self._now()
+        if event != "call":
+            self._ended(line_at(frame) if event == "line" else line_of_caller(frame), in_backward)
+        if event == "return":
+            self.cuts.frame_returns(frame)
+        if in_backward and self._hooks is not None:
+            self._hooks.on_event(frame, event)
+            self._results.on_event(frame, event, returned)
+        if in_backward and event == "call":
+            self.cuts.frame_begins(frame)
+        elif in_backward and event == "return":
+            self.own_backwards.on_return(frame, returned)
+
+    def _ended(self, following: CodeLine | None, in_backward: bool) -> None:
+        """A line, or a part of one, has run, and this one follows."""
+        names = self.buffers.changed()
+        if names and self._line is not None:
+            self._append(Kind.BUFFERS, (self._line, self._line), names=names)
+        self._line = following
+        if not in_backward:  # what is computed again in backward draws the same numbers again
+            self._draws.next_line(following)
+
+    def _on_draw(self, line: CodeLine, what: str) -> None:
+        _, _, in_backward = self._now()
+        if not in_backward:
+            self._append(Kind.DRAW, (line, line), what=what, value=float(self._in_forward()))
+
+    def _on_state(self, frame: FrameType, what: str, name: str) -> None:
+        last, lines = self._calls[-1] if self._calls else None, lines_of(frame)
+        this = Kind.MODULE_STATE, *lines, what
+        if last is not None and (last.kind, last.line, last.users_line, last.what) == this:
+            self._calls[-1] = replace(last, names=(*last.names, name))
+        else:
+            self._append(Kind.MODULE_STATE, lines, what=what, names=(name,))

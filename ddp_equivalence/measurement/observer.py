@@ -1,14 +1,12 @@
-"""Watches one rank's model while its step runs.
-
-A step is watched only if its gradients differ: the ranks then run it a second time under an
-``Observer``.
-"""
+"""Watches one rank's model while its step runs."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,28 +16,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.random_state import seed_in_use
-from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.measurement.call_watch import CallWatch
-from ddp_equivalence.measurement.calling_thread import backward_on_calling_thread
-from ddp_equivalence.measurement.calls import Call
-from ddp_equivalence.measurement.code_lines import lines_of
-from ddp_equivalence.measurement.declared_rows import DeclaredRows
-from ddp_equivalence.measurement.example_lookup import ExampleLookup
-from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.measurement.module_calls import Heard, heard
-from ddp_equivalence.measurement.module_watch import ModuleWatch
+from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.comparison.gradients import ElementSample, dense, digest
+from ddp_equivalence.measurement.call_watch import CallWatch, Lines
+from ddp_equivalence.measurement.calls import (
+    Call,
+    is_users,
+    leaves_of_arguments,
+    lines_of,
+    plain,
+    tensors_in,
+)
+from ddp_equivalence.measurement.example_lookup import ExampleLookup, UnorderedRows, row_hashes
 from ddp_equivalence.measurement.observation import (
     Backward,
     Forward,
+    Heard,
+    ModuleWatch,
     Observation,
+    Wrapper,
+    heard,
+    listen,
+    stop_listening,
 )
-from ddp_equivalence.measurement.plain_tensors import plain
-from ddp_equivalence.measurement.wrapper_observer import WrapperObserver
+from ddp_equivalence.measurement.returned import DeclaredRows
 from ddp_equivalence.ranks.collectives import Collective
-from ddp_equivalence.ranks.torch_frames import counts_as_torch
+from ddp_equivalence.ranks.users_line import counts_as_torch
+
+# Watches one rank's model while its step runs.
+#
+# A step is watched only if its gradients differ: the ranks then run it a second time under an
+# ``Observer``.
 
 
 class Observer:
@@ -270,3 +279,332 @@ def _digest_of_weights(model: nn.Module) -> str:
         return digest({name: plain(weight) for name, weight in model.named_parameters()})
     except Exception:
         return ""
+
+
+# Watches one DistributedDataParallel wrapper around a model that is observed.
+
+MOST_BUCKET_ELEMENTS = 2_000_000
+"""A larger model's buckets are not read, since DDP makes tensors of their size to show them."""
+
+
+class WrapperObserver:
+    """Watches one DDP wrapper, by a weak reference, so that it notices when the step frees it."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, names: Mapping[int, str], calls: CallWatch
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._calls = calls
+        self._names = names
+        self._synchronised: list[bool] = []
+        self._waiting = False
+        self._freed = False
+        self._buckets: tuple[tuple[str, ...], ...] = ()
+        self._logged: dict[str, object] = {}
+        self._ignored = tuple(sorted(ddp.parameters_to_ignore))
+        listen(ddp, self._on_forward)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        ddp = self._ddp()
+        if ddp is not None:
+            stop_listening(ddp, self._on_forward)
+
+    def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
+        ddp: Any = self._ddp()
+        if ddp is None or not torch.is_grad_enabled():
+            return None
+        ended = self._calls.forward(ddp)
+        self._synchronised.append(bool(ddp.require_backward_grad_sync))
+        self._waiting = True
+        if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:
+            self._buckets = tuple(
+                tuple(self._names.get(id(parameter), "?") for parameter in bucket.parameters())
+                for bucket in ddp.reducer._get_zeros_like_grad_buckets()  # torch: not public
+            )
+        self._logged = {
+            name: value
+            for name, value in ddp._get_ddp_logging_data().items()
+            if name in LOGGED and value not in ("", "N/A")
+        }
+        return lambda _: ended()
+
+    def backward_begins(self) -> None:
+        """Note whether the wrapper was freed between its forward pass and this backward pass."""
+        self._freed |= self._waiting and self._ddp() is None
+        self._waiting = False
+
+    def observed(self) -> Wrapper:
+        return Wrapper(
+            synchronised=tuple(self._synchronised),
+            freed=self._freed,
+            buckets=self._buckets,
+            ignored=self._ignored,
+            logged=self._logged,
+        )
+
+
+LOGGED = (
+    *("bucket_sizes", "rebuilt_bucket_sizes", "bucket_cap_bytes", "find_unused_parameters"),
+    *("static_graph", "gradient_as_bucket_view", "broadcast_buffers", "comm_hook"),
+    *("has_sync_bn", "unused_parameter_size", "num_parameter_tensors", "world_size"),
+)
+"""The entries of DDP's own logging data that can explain a gradient."""
+
+
+# Records what a rank's model was called with, so that ranks that do the same work are noticed.
+
+
+class CalledWith:
+    """Records everything that the model is called with, and the gradients of what it returns.
+
+    ``given``: what the rank was given. ``in_any_order``: neither the order of the examples counts
+    nor how they are divided among calls. The step takes its examples itself, and ranks that read
+    all of them in different orders do the same work. Calls without gradients are left out: they
+    take no part in the step's gradient.
+    """
+
+    def __init__(self, given: Sequence[object], in_any_order: bool = False) -> None:
+        self._given = [
+            leaf
+            for leaf in tensors_of(given)
+            if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()
+        ]
+        self._rows = UnorderedRows() if in_any_order else None
+        self._memory = {leaf.untyped_storage().data_ptr() for leaf in self._given}
+        self._seen: list[str] = []
+        self._called = False
+        self._gradients = torch.zeros(4, dtype=torch.float64)
+        self._is_known = True
+        self.given_rows = False
+        """True once the model was called with a copy of the first row of something that was dealt
+        to the rank."""
+
+    @contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Record the calls of this model inside the block."""
+        with heard(model, self._listen):
+            yield
+
+    @property
+    def arguments(self) -> str | None:
+        """A hash of all arguments; None if the model was never called, or not all are known."""
+        if not (self._called and self._is_known):
+            return None
+        return " ".join(self._seen) if self._rows is None else str(self._rows)
+
+    @property
+    def came_back(self) -> tuple[float, ...]:
+        """Sums of the gradients of what the model returned, of their absolute values and squares,
+        and of them times a number that goes with the row of the input. None of these depends on the
+        order of the examples.
+        """
+        return tuple(self._gradients.tolist())
+
+    def _listen(self, arguments: tuple[Any, ...]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        self._called = True
+        self._is_known, known = False, self._is_known  # in case a tensor is not plain
+        tensors = tensors_in(arguments)
+        if self._rows is not None:
+            self._rows.add([dense(tensor) for tensor in tensors])
+        elif any(map(self._is_given, tensors)):
+            self._is_known = known
+            self._seen.append(_digest(tensors))
+            return None  # examples that were dealt to the rank: other ranks have others
+        else:
+            self._seen.append(_digest(tensors))
+            self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
+        self._is_known = known
+        rows = next((dense(one) for one in tensors if one.ndim), torch.empty(0))
+        return partial(self._returned, _numbers_of(rows))
+
+    def _returned(self, numbers: Tensor, result: object) -> None:
+        for leaf in leaves_of_arguments(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                plain(leaf).register_hook(partial(self._came_back, numbers))
+
+    def _came_back(self, numbers: Tensor, gradient: Tensor) -> None:
+        """Add up the gradient of what the model returned. ``numbers``: one for every input row."""
+        try:
+            values = dense(plain(gradient)).to("cpu", torch.float64)
+            by_row = values.reshape(len(values), -1).sum(1) if values.ndim else values.reshape(1)
+            if len(numbers) != len(by_row):  # rows of the output do not belong to rows of the input
+                numbers = _numbers_of(torch.arange(len(by_row)))
+            sums = (values.sum(), values.abs().sum(), values.square().sum(), numbers @ by_row)
+            self._gradients += torch.stack(sums)
+        except Exception:  # never fail in the user's backward pass
+            self._is_known = False
+
+    def _is_given(self, tensor: Tensor) -> bool:
+        """True if the tensor shares its memory with one that the rank was given."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return False
+        return tensor.untyped_storage().data_ptr() in self._memory
+
+    def _holds_a_given_row(self, tensor: Tensor) -> bool:
+        """True if a row of the tensor is the first row that the rank was given."""
+        if tensor.layout != torch.strided or not tensor.ndim or not tensor.numel():
+            return False
+        rows = tensor.detach().reshape(len(tensor), -1)
+        return any(
+            bool((rows == leaf[0].reshape(-1).to(rows.dtype)).all(1).any())
+            for leaf in self._given
+            if leaf[0].numel() == rows.shape[1]
+        )
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    return digest((str(place), one) for place, one in enumerate(tensors))
+
+
+def _numbers_of(rows: Tensor) -> Tensor:
+    """A number from 0 to 1 for every row, which follows from its bytes alone."""
+    return torch.from_numpy(row_hashes(rows) / 2.0**64)
+
+
+# Notices an ``nn.DataParallel`` that a step makes and that has no device to run on.
+#
+# Without CUDA devices it has no device ids. It then calls the module itself, without an error and
+# without anything that is parallel, so that its result is right whatever the step does.
+
+
+class IdleDataParallel:
+    """``called``: a wrapper without devices, which is no part of ``model`` as it was built, was
+    called inside ``watched``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._built = {id(one) for one in model.modules() if isinstance(one, nn.DataParallel)}
+        self.called = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The block runs a step."""
+        forward = nn.DataParallel.forward
+
+        def watching(wrapper: Any, *inputs: Any, **named: Any) -> Any:
+            if not wrapper.device_ids and id(wrapper) not in self._built:
+                self.called = True
+            return forward(wrapper, *inputs, **named)
+
+        with patch.object(nn.DataParallel, "forward", watching):
+            yield
+
+
+# Lets backward passes run on the thread that calls them, so that what watches it sees them.
+#
+# On CUDA autograd runs a backward pass on a thread of the device. A trace function, and the
+# frames of the line that called it, are not there: hooks, backward methods of the user's own, and
+# the line of every operation would be missing. On the CPU this is how backward passes run anyway.
+# Source: docs.pytorch.org, ``torch.autograd.grad_mode.set_multithreading_enabled``.
+
+_before: list[bool] = []
+"""For each block that runs, whether autograd might use other threads before the first of them."""
+
+
+@contextmanager
+def backward_on_calling_thread() -> Iterator[None]:
+    """Inside the block, the backward passes that this thread calls run on it.
+
+    Blocks may end in another order than that in which they began: a log of operations begins before
+    a step is observed, and ends before it. The setting comes back with the last one.
+    """
+    _before.append(_before[0] if _before else torch._C._is_multithreading_enabled())
+    torch._C._set_multithreading_enabled(False)
+    try:
+        yield
+    finally:
+        before = _before.pop()
+        if not _before:
+            torch._C._set_multithreading_enabled(before)
+
+
+# Records which lines of the user's code run, and what kind of value each local name holds.
+
+MOST_LINES = 20_000
+"""So many lines are remembered."""
+
+MOST_ATTRIBUTES = 50
+"""Of an object with more attributes, none is described."""
+
+
+@dataclass
+class LocalsSeen:
+    """``lines``: file -> the lines that have run.
+
+    ``values``: (file, first line of a function, with its decorators) -> name of a local variable,
+    or ``self.x`` for an attribute of self -> a description of its value when the function ended,
+    such as "tensor float64 3x4" or "int".
+    """
+
+    lines: dict[str, set[int]] = field(default_factory=dict)
+    values: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
+
+    def add(self, other: LocalsSeen) -> None:
+        """Take over what another rank has seen, where this one has seen nothing."""
+        for file, lines in other.lines.items():
+            self.lines.setdefault(file, set()).update(lines)
+        for place, values in other.values.items():
+            self.values[place] = values | self.values.get(place, {})
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside the block, unless somebody else traces this thread already."""
+        if sys.gettrace() is not None:
+            yield
+            return
+        with backward_on_calling_thread():
+            sys.settrace(self._on_call)
+            try:
+                yield
+            finally:
+                sys.settrace(None)
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._on_line if is_users(frame.f_code.co_filename) else None
+
+    def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if event == "line":
+            lines = self.lines.setdefault(code.co_filename, set())
+            if len(lines) < MOST_LINES:
+                lines.add(frame.f_lineno)
+        elif event == "return" and not code.co_name.startswith("<"):  # no lambda, no module
+            self._on_return(frame)
+        return self._on_line
+
+    def _on_return(self, frame: FrameType) -> None:
+        code = frame.f_code
+        known = self.values.setdefault((code.co_filename, code.co_firstlineno), {})
+        known.update({name: described(value) for name, value in _named(frame)})
+
+
+def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
+    for name, value in list(frame.f_locals.items()):
+        if name.isidentifier():  # pytest adds names that nobody can write
+            yield name, value
+    owner = frame.f_locals.get("self")
+    try:
+        attributes: Mapping[str, object] = dict(object.__getattribute__(owner, "__dict__"))
+    except AttributeError:  # its class has slots
+        return
+    if issubclass(type(owner), nn.Module):
+        attributes = {name: one for name, one in attributes.items() if not name.startswith("_")}
+    if len(attributes) <= MOST_ATTRIBUTES:
+        for name, value in attributes.items():
+            yield f"self.{name}", value
+
+
+def described(value: object) -> str:
+    """What kind of value this is. Values with the same description can stand for each other."""
+    kind = type(value)
+    if not issubclass(kind, Tensor):  # of the type alone: the user's object may answer anything
+        return kind.__name__
+    assert isinstance(value, Tensor)
+    try:
+        shape = "x".join(map(str, value.shape))
+    except RuntimeError:  # a nested tensor has none
+        return f"{kind.__name__} {value.dtype}"
+    return f"tensor {str(value.dtype).removeprefix('torch.')} {shape}".rstrip()

@@ -1,37 +1,52 @@
-"""Checks the arguments of ``check`` before anything runs."""
+"""Checks the arguments of check before anything runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TypedDict
 
 import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
-from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.case import Case, name_of, no_loss
+from ddp_equivalence.case.errors import BadCase, is_number, whole_number, whole_numbers
 from ddp_equivalence.case.layouts import Layout, parse
-from ddp_equivalence.case.no_loss import no_loss
-from ddp_equivalence.case.random_state import Seeds
+from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.random_state import SEEDS, Seeds
 from ddp_equivalence.case.shards import OWN
-from ddp_equivalence.case.steps import Compare, Steps, step_count
-from ddp_equivalence.case.training import Training
-from ddp_equivalence.measurement.check_options import (
-    CheckOptions,
-    check_names,
-    deadlines_of,
-    seeds_of,
-    steps_of,
-    training_of,
-    truth_of,
+from ddp_equivalence.case.training import (
+    Clip,
+    Compare,
+    MakeOptimizer,
+    OwnReference,
+    Steps,
+    Training,
+    check_training,
+    step_count,
 )
-from ddp_equivalence.measurement.lane_of_case import lane_of
-from ddp_equivalence.measurement.repeat import repeating_command
-from ddp_equivalence.measurement.step_signature import why_not_a_step
-from ddp_equivalence.measurement.work import Step
-from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.measurement.work import Step, why_not_a_step
+from ddp_equivalence.ranks.backend_names import NCCL_SHARED
+from ddp_equivalence.ranks.importable import belongs_to_user
+from ddp_equivalence.ranks.lanes import (
+    CannotRunHere,
+    Lane,
+    choose,
+    missing,
+    must_share,
+    replicas_lane,
+    shared_lane,
+)
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Strategy
+
+# Checks the arguments of ``check`` before anything runs.
 
 COMPARES = ("gradients", "update")
 
@@ -221,3 +236,242 @@ def repeat_line(request: Request) -> str:
     backend = {"gloo_fallback": "auto", "emulated": "auto"}.get(request.lane.name)
     more += "" if backend or request.lane.drives_all_gpus else f", backend={request.lane.name!r}"
     return f"check(Case({', '.join(fields)}), {request.step!r}{more})"
+
+
+# The options of ``check``, and the checks of single ones.
+
+LEAST_SECONDS = 1.0
+"""A case gets at least this many seconds, even if the time of the run is over."""
+
+
+class CheckOptions(TypedDict, total=False):
+    """The options of ``check``, which every function that makes a check takes as well.
+
+    ``compare``: "gradients" calls the step once for every big batch and compares the gradients of
+    each. "update" compares how far the weights have moved. A step of your own is then called once,
+    with the examples of all big batches joined. It leaves the trained weights in the model, or
+    returns them by name. The reference takes one plain SGD step, with the learning rate ``lr``, for
+    every big batch.
+    ``optimizer``: what the reference steps with instead, made by a function of the parameters (or
+    of the model, if its argument is called ``model``): an optimizer, or a list of optimizers and
+    schedulers. ``clip``: the norm that it clips all gradients to before, or a function of the
+    parameters that clips them. ``reference``: a function (model, batch) that trains one whole step
+    in one process, instead of all this; or a function (model) that returns such a function of the
+    batch. Each of the three needs ``compare="update"``.
+    ``seeds``: "apart" (the default for a step of your own) gives each rank random numbers of its
+    own, as processes have that set no seed. "alike" seeds all ranks as the reference is.
+    ``steps``: into how many big batches, one for each step, the batch is divided; or a tuple with
+    the number of examples of each. ``backend``: "auto" (NCCL with a GPU for each rank, or whose
+    ranks share the GPUs that there are; gloo on the CPU if there is none), "gloo", "gloo_cuda",
+    "nccl", "nccl_shared", "nccl2" or "nccl-legacy". ``deadline``: seconds for the ranks' work.
+    ``collective_deadline``: seconds for one collective (half of ``deadline`` by default).
+    ``fresh_ranks``: start new processes for this check instead of using warm ones.
+    ``in_process``: rank 0 is the calling process, so that a debugger works in the step.
+    ``allow_changes``: the step may change its process (seed, environment, default dtype, threads
+    and processes left running) without failing the check; the changes are undone.
+
+    An option that is None, or absent, takes the setting of the run.
+    """
+
+    compare: Compare
+    lr: float
+    optimizer: MakeOptimizer | None
+    clip: Clip | None
+    reference: OwnReference | None
+    seeds: Seeds | None
+    steps: Steps
+    backend: str | None
+    deadline: float | None
+    collective_deadline: float | None
+    fresh_ranks: bool | None
+    in_process: bool | None
+    allow_changes: bool | None
+
+
+def training_of(options: CheckOptions, compare: Compare) -> Training:
+    """How the reference trains. Raises BadCase if that cannot be right."""
+    lr = options.get("lr", 0.1)
+    if not is_number(lr) or not 0 < lr < float("inf"):
+        raise BadCase("lr", lr, "a learning rate above 0")
+    training = Training(
+        float(lr), options.get("optimizer"), options.get("clip"), options.get("reference")
+    )
+    check_training(training, compare)
+    if "lr" in options and (training.optimizer or training.reference):
+        given = "optimizer" if training.optimizer else "reference"
+        raise BadCase("lr", lr, f"none: the learning rate is that of {given}=")
+    return training
+
+
+def seeds_of(options: CheckOptions, own_step: bool) -> Seeds:
+    """How the ranks are seeded. Strategies of the catalogue are all seeded alike."""
+    seeds = options.get("seeds")
+    if seeds is not None and seeds not in SEEDS:
+        raise BadCase("seeds", seeds, f"one of {', '.join(SEEDS)}")
+    return seeds or ("apart" if own_step else "alike")
+
+
+def check_names(options: CheckOptions) -> None:
+    """Raises TypeError for an option that ``check`` does not take."""
+    if unknown := options.keys() - CheckOptions.__annotations__.keys():
+        name, takes = min(unknown), ", ".join(CheckOptions.__annotations__)
+        where = ""
+        if name in {field.name for field in fields(Case)}:
+            where = f"; {name} is a field of the case: Case({name}=...)"
+        raise TypeError(f"check() got an unexpected option {name!r}; it takes {takes}{where}")
+
+
+def truth_of(options: CheckOptions, name: str, setting: bool) -> bool:
+    """The option of this name, or the setting. Raises BadCase unless it is True or False."""
+    option = options.get(name)
+    if option is not None and not isinstance(option, bool):
+        raise BadCase(name, option, "True or False")
+    return setting if option is None else option
+
+
+def deadlines_of(case: float | None, collective: float | None) -> tuple[float, float]:
+    """Seconds for the case and for one collective.
+
+    The time for a collective is below that of the case. The case gets no more time than the run has
+    left, but at least ``LEAST_SECONDS``.
+    """
+    now = settings.current()
+    case = now.deadline if case is None else case
+    if not is_number(case) or not 0 < case < float("inf"):
+        raise BadCase("deadline", case, "a number of seconds above 0")
+    given = collective is not None
+    collective = now.collective_deadline if collective is None else collective
+    if collective is not None and not is_number(collective):
+        raise BadCase("collective_deadline", collective, "a number of seconds above 0")
+    if collective is None or (not given and collective >= case):
+        collective = case / 2
+    if not 0 < collective < case:
+        right = f"a number of seconds above 0 and below the deadline of the case ({case:g})"
+        raise BadCase("collective_deadline", collective, right)
+    if now.run_until is not None:
+        case = min(case, max(LEAST_SECONDS, now.run_until - time.monotonic()))
+    return float(case), float(collective)
+
+
+def steps_of(steps: object) -> Steps:
+    """The steps as they are given. Raises BadCase for anything else than numbers of examples."""
+    number, sizes = whole_number(steps), whole_numbers(steps)
+    right = "at least 1 big batch, or a tuple with the number of examples of each"
+    if sizes is not None and not isinstance(steps, tuple):
+        raise BadCase("steps", steps, f"at least 1 big batch, or the tuple {sizes}")
+    if number is not None and number >= 1:
+        return number
+    if sizes is not None and min(sizes) >= 1:
+        return sizes
+    raise BadCase("steps", steps, right)
+
+
+# Chooses the lane on which a case runs, or says why this machine cannot run it there.
+
+
+def lane_of(case: Case, strategy: Strategy | None, backend: str, must_run: Sequence[str]) -> Lane:
+    """The lane on which a case runs; ``strategy`` is None for a step of the user.
+
+    ``must_run``: the lanes that ``--must-run`` requires. Raises CannotRunHere if this machine
+    cannot run the case on the lane that is asked for.
+    """
+    if strategy is not None and strategy.one_process:
+        return _lane_of_one_process(case, strategy)
+    if strategy is not None and strategy.gpus_per_rank > 1:
+        return _lane_of_several_gpus(case, strategy)
+    model = MODELS.get(case.model) if isinstance(case.model, str) else None
+    return choose(
+        case.ranks,
+        backend,
+        sparse_gradients=model is not None and model.sparse_gradients,
+        may_fall_back="nccl" not in must_run and NCCL_SHARED not in must_run,
+    )
+
+
+def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
+    """The lane of a strategy whose single process drives all replicas.
+
+    The process needs no backend, but perhaps several devices, or one for several replicas.
+    """
+    if case.ranks.nodes > 1:
+        right = (
+            f"one node, such as '1x{case.ranks.world_size}': {strategy.name} runs in one process"
+        )
+        raise BadCase("layout", case.layout, right)
+    if strategy.lane is None:
+        return Lane("emulated", "gloo", "cpu", "one process on the CPU")
+    lane = replicas_lane(case.ranks.world_size)
+    _require(lane.name, case, strategy)
+    return lane
+
+
+def _lane_of_several_gpus(case: Case, strategy: Strategy) -> Lane:
+    """The lane of a strategy whose ranks drive several GPUs each, or else one several times."""
+    each = strategy.gpus_per_rank
+    if must_share(case.ranks.world_size * each):
+        _require(NCCL_SHARED, case, strategy)
+        return shared_lane(case.ranks, f", with {each} replicas on one device each")
+    _require("nccl", case, strategy)
+    return Lane("nccl", "nccl", "cuda", gpus_per_rank=each)
+
+
+def _require(lane: str, case: Case, strategy: Strategy) -> None:
+    """Raises CannotRunHere if this machine lacks the lane for the case."""
+    reason = missing(lane, case.ranks.world_size, strategy.gpus_per_rank)
+    if reason is not None:
+        right = f"{strategy.name} {reason}"
+        raise CannotRunHere("layout", case.layout, right, lane, case.layout, reason)
+
+
+@contextmanager
+def subject_named(step: object) -> Iterator[None]:
+    """Tell a CannotRunHere that leaves the block which step was to run."""
+    try:
+        yield
+    except CannotRunHere as error:
+        error.subject = name_of(step)
+        raise
+
+
+# The command that repeats a check of a user's own step.
+
+
+def repeating_command(request: Request) -> str:
+    """The command that finds this case and step in their file, or runs the user's script again.
+
+    "" if there is neither a file nor a script.
+    """
+    step = request.step
+    module = sys.modules.get(getattr(step, "__module__", None) or "")
+    name, file = getattr(step, "__name__", ""), getattr(module, "__file__", None)
+    is_found = getattr(module, name, None) is step and getattr(module, "case", None) is request.case
+    if name and file and is_found and getattr(module, "__name__", "") != "__main__":
+        return f"ddp-equivalence check {_of_file(file, name, request)}"
+    return _script()
+
+
+def _of_file(file: str, name: str, request: Request) -> str:
+    words = [f"{_short_path(file)}:{name}"]
+    if request.compare != "gradients":
+        words += ["--compare", request.compare]
+    if isinstance(request.steps, int) and request.steps != 1:
+        words += ["--steps", str(request.steps)]
+    if request.compare == "update" and request.lr != 0.1:
+        words += ["--lr", f"{request.lr:g}"]
+    return shlex.join(words)
+
+
+def _script() -> str:
+    """The user's script that is running; "" in a notebook, and under a program of others."""
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if not file or not belongs_to_user(file):
+        return ""
+    program = [_short_path(file)] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
+def _short_path(file: str) -> str:
+    """From the working folder, if the file lies below it."""
+    path = os.path.relpath(file)
+    return os.path.abspath(file) if path.startswith(os.pardir) else path

@@ -8,19 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ddp_equivalence.comparison.chunks import RawChunk
-from ddp_equivalence.comparison.comparator import Comparator
-from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.expected import Expected
+from ddp_equivalence.comparison.comparison import Comparator, Comparison, RawChunk
+from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.measurement.edited_code import EditedCode
-from ddp_equivalence.measurement.locals_seen import LocalsSeen
 from ddp_equivalence.measurement.measure import autocast_of, finished, work_of
+from ddp_equivalence.measurement.observer import LocalsSeen
+from ddp_equivalence.measurement.on_rank import Trial, TrialFailed, run_trial
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.measurement.trial_on_rank import Trial, TrialFailed, run_trial
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks import pickling
-from ddp_equivalence.ranks.deadline import Deadline
+from ddp_equivalence.ranks.deadlines import Deadline
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.warm_ranks import warm_ranks

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from ddp_equivalence.comparison.expected import Expected
+from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.draws import ReferenceDraws
 from ddp_equivalence.diagnosis.localisation import Localisation
-from ddp_equivalence.diagnosis.measured_view import with_measurement
-from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
-from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
+from ddp_equivalence.diagnosis.view import View, with_measurement
+from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.observed_scripts.as_case import Kind
+from ddp_equivalence.observed_scripts.as_case import GradientKind
 
 MARKED = "> marks where the ranks part from one process that has all rows."
 
@@ -24,7 +23,7 @@ class AnalysisOfScript(Analysis):
     ``kind``: which gradients are compared.
     """
 
-    def __init__(self, request: Request, expected: Expected, kind: Kind) -> None:
+    def __init__(self, request: Request, expected: Expected, kind: GradientKind) -> None:
         super().__init__(request, expected)
         self.kind = kind
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ddp_equivalence.diagnosis.finding import Finding
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
-from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
-from ddp_equivalence.observed_scripts.places import Place
-from ddp_equivalence.observed_scripts.running_script import CannotReplay
+from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep, distance, rounding_of
+from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.recorded_step import Place
 
 ONLY_ON_SOME = "parameter_frozen_on_one_rank"
 

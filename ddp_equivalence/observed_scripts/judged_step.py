@@ -2,66 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.training import GradientKey, Training
+from ddp_equivalence.comparison.comparison import Comparator, chunks
+from ddp_equivalence.comparison.gradients import ElementSample, describe, digest
+from ddp_equivalence.comparison.rounding import (
+    OF_ORDER,
+    Expected,
+    Rounding,
+    larger_noise,
+    noise_of,
+    relative_noise,
+)
+from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.causes import clipped_while_scaled
-from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.localisation import findings_beside_one_rank, one_rank_shows_more
+from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_state
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.cut_graph import deaf_methods
+from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.whereabouts.forward_faults import past_autograd
+from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_of_partings
+from ddp_equivalence.diagnosis.whereabouts.parting import COARSEST, BesideOneRank, logs_of, partings
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, Operations
+from ddp_equivalence.measurement.measure import Measurement, OneRank, finished
+from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.measurement.work import Evidence
+from ddp_equivalence.observed_scripts import not_comparable
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import (
     BEFORE_CLIP,
     HELD,
-    Kind,
+    GradientKind,
     ObservedStep,
     as_case,
 )
-from ddp_equivalence.observed_scripts.beside_one_process import with_one_process
-from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
+    OF_BATCH_NORM,
+    lines_at,
     other_optimizers_step,
     tensors_differ_between_ranks,
 )
-from ddp_equivalence.observed_scripts.limited_by_hooks import limited_by_hooks
-from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
-from ddp_equivalence.observed_scripts.measured_step import (
-    Script,
-    layout_of,
-    measured,
-    request_of,
-)
+from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun, read_operations
 from ddp_equivalence.observed_scripts.not_comparable import (
     against_an_idle_plant,
     against_the_names,
     draws_by_rank,
     draws_otherwise,
+    limited_by_hooks,
     padded_by_guess,
     reads_otherwise,
+    reduces_after_clipping,
+    rows_depend_on_each_other,
     unfaithful,
 )
-from ddp_equivalence.observed_scripts.observations import observations
-from ddp_equivalence.observed_scripts.query import RowOrder
-from ddp_equivalence.observed_scripts.reduced_after_clipping import reduces_after_clipping
-from ddp_equivalence.observed_scripts.rounding_of_script import ExpectedOfScript
-from ddp_equivalence.observed_scripts.running_script import TOO_SLOW
-from ddp_equivalence.observed_scripts.seen_without_reference import (
+from ddp_equivalence.observed_scripts.oracle import TOO_SLOW, CannotReplay, order_of
+from ddp_equivalence.observed_scripts.query import RowOrder, State
+from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.without_reference import (
     SAME_DATA,
     clipped_otherwise,
     faults_seen,
     micro_batches_added_up,
     stale_gradients,
 )
-from ddp_equivalence.observed_scripts.state_moved import with_state_of_one_process
-from ddp_equivalence.reference import big_batch
+from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report.render import render, render_full
-from ddp_equivalence.report.unknown_verdicts import unknown
-from ddp_equivalence.report.verdict import Verdict
+from ddp_equivalence.report.verdict import Verdict, unknown
 
 OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1")
 NO_ROWS: RowOrder = "no rows"
@@ -106,7 +132,7 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     return _with_faults(verdict, faults)
 
 
-def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
+def _with_draws_in_order(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict:
     """The verdict, where one process draws for the rows in the order that the script really has.
 
     It does not, if another order of the rows gives another gradient. Then other ways are tried.
@@ -170,7 +196,7 @@ def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
     return replace(verdict, outcome="different", cause=first.cause, findings=findings, reason="")
 
 
-def _compared(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
+def _compared(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict:
     """Same, different or unknown, before any cause is looked for."""
     case = as_case(step, kind, layout_of(step))
     request = request_of(script, case)
@@ -251,3 +277,436 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
 def _subject(script: Script, step: ObservedStep) -> str:
     optimizers = " + ".join(step.record.step(0, step.number).optimizers)
     return f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})"
+
+
+# What the ranks held at one step of a script, in the form in which ``check`` measures steps.
+
+SECONDS_TO_EXPLAIN = 30.0
+"""What explaining a difference may take."""
+
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Script:
+    """``name``: as reports call the script. ``float64``: it was observed in float64.
+
+    ``on_cpu``: its CUDA devices were the CPU. ``steps``: how many were recorded. ``repeat``: the
+    command that observes it again. ``seconds``: what explaining a difference may take.
+    """
+
+    name: str
+    backend: str
+    float64: bool
+    on_cpu: bool = False
+    steps: int = 1
+    repeat: str = ""
+    seconds: float = SECONDS_TO_EXPLAIN
+
+    @property
+    def lane(self) -> Lane:
+        """What the ranks ran on."""
+        reason = "its CUDA devices were the CPU" if self.on_cpu else ""
+        return Lane(self.backend, self.backend, "cpu", reason=reason)
+
+
+def name_of_script(command: tuple[str, ...], main: str) -> str:
+    """What reports call the script: the name of its file, or of the command."""
+    return os.path.basename(main or command[0])
+
+
+def request_of(script: Script, case: Case) -> Request:
+    """What ``check`` would be asked, if the script were a step."""
+
+    def step(model: object, shard: object, rank: Rank) -> None:
+        """Stands for the script, which no rank can run as a step."""
+
+    step.__name__ = script.name
+    return Request(
+        case=case,
+        step=step,
+        strategy=None,
+        compare="gradients",
+        training=Training(),
+        seeds="alike",
+        steps=1,
+        lane=script.lane,
+        deadline=script.seconds,
+        collective_deadline=script.seconds,
+        fresh=False,
+        in_process=False,
+        allow_changes=True,
+        second_look=False,
+        plant="",
+    )
+
+
+def measured(
+    step: ObservedStep,
+    kind: GradientKind,
+    expected: ExpectedOfScript,
+    sample: ElementSample[GradientKey],
+) -> Measurement:
+    """What the ranks held, compared with what is expected."""
+    reference = expected.reference
+    tolerance = Tolerance(reference.lowest_dtype)
+    comparator = Comparator(reference.expected, expected.described, tolerance)
+    evidence, sampled = {}, {}
+    for rank in range(step.record.world_size):
+        gradients: dict[GradientKey, Tensor | None] = {
+            (0, name): one for name, one in step.gradients(rank, kind).items()
+        }
+        comparator.begin(rank, describe(gradients))
+        for chunk in chunks(gradients):
+            comparator.add(rank, chunk)
+        sampled[rank] = {
+            key: sample.of_one(key, gradient)
+            for key, gradient in gradients.items()
+            if gradient is not None and key in sample.sizes
+        }
+        evidence[rank] = _evidence(step, rank, gradients)
+    names = {name for rank in evidence for name in step.record.step(rank, step.number).autocast}
+    autocast = max(
+        (AUTOCAST[name] for name in names if name in AUTOCAST),
+        key=lambda dtype: torch.finfo(dtype).eps,
+        default=None,
+    )
+    if reference.lowest_dtype is torch.float64:
+        autocast = None
+    return Measurement(
+        comparison=finished(comparator, expected, tolerance, autocast),
+        evidence=evidence,
+        measured=sampled,
+        output={},
+        changed={},
+        changes_error=None,
+        outdated=False,
+    )
+
+
+def _evidence(
+    step: ObservedStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
+) -> Evidence:
+    recorded = step.record.step(rank, step.number)
+    return Evidence(
+        examples=(step.rows_by_rank[rank],),
+        data=step.digests_of_rows(rank),
+        inputs=None,
+        start=digest(step.weights()),
+        collectives=None,
+        device="cpu",
+        gradients=describe(gradients),
+        autocast=frozenset(("cpu", AUTOCAST[one]) for one in recorded.autocast if one in AUTOCAST),
+    )
+
+
+def layout_of(step: ObservedStep) -> str:
+    """The layout of the ranks, as far as their environment says it."""
+    world_size = step.record.world_size
+    local = step.record.runs[0].get("local_world_size") or world_size
+    nodes, rest = divmod(world_size, local)
+    return f"{nodes}x{local}" if nodes and not rest else f"1x{world_size}"
+
+
+# How far rounding alone moves the gradient that the script computes in one process.
+
+LARGEST = 0.02
+"""Another order of the rows that moves the gradient by more than this is no rounding: the loss
+depends on the order."""
+
+LARGEST_IN_FLOAT64 = 1e-4
+"""The same for a script of which every part computes in float64."""
+
+EPS_OF_FLOAT32 = torch.finfo(torch.float32).eps
+
+
+class ExpectedOfScript(Expected):
+    """The script's own gradient of all rows, and its rounding: it is asked for the rows in other
+    orders, with weights that are moved by one eps. ``kind``: as in ``as_case``.
+    """
+
+    def __init__(self, reference: Reference, step: ObservedStep, kind: GradientKind) -> None:
+        super().__init__(reference)
+        self._step, self._kind = step, kind
+
+    def rounding_under(self, autocast: torch.dtype | None) -> Rounding:
+        """With the ranks in reverse order, and without random numbers each rank's rows too."""
+        if autocast not in self._rounding:
+            self._rounding[autocast] = self._measured(self._orders()[:2], autocast)
+        return self._rounding[autocast]
+
+    def rounding_of_more_runs(self, autocast: torch.dtype | None = None) -> Rounding:
+        """In further orders."""
+        if autocast not in self._of_more_runs:
+            self._of_more_runs[autocast] = self._measured(self._orders(), autocast)
+        return self._of_more_runs[autocast]
+
+    def _orders(self) -> list[tuple[int, ...]]:
+        by_rank = self._step.rows_by_rank
+        ranks = len(by_rank)
+        other_ranks = [
+            tuple(row for rank in range(ranks) for row in by_rank[(first - rank) % ranks])
+            for first in range(ranks - 1, -1, -1)
+        ]
+        orders = [order for order in other_ranks if order != self._step.everything]
+        steps = [self._step.record.step(rank, self._step.number) for rank in range(ranks)]
+        if not any(step.draws for step in steps):
+            orders.insert(1, tuple(row for rows in by_rank for row in rows[::-1]))
+            orders.insert(0, self._step.everything[::-1])
+        return orders
+
+    def _measured(
+        self, orders: list[tuple[int, ...]], autocast: torch.dtype | None = None
+    ) -> Rounding:
+        truth = self.reference.expected
+        dtypes = [self.reference.lowest_dtype, *([] if autocast is None else [autocast])]
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        noise: dict[tuple[int, str], object] = {}
+        order_matters = False
+        for nudge, order in enumerate(orders, start=1):
+            try:
+                answer = self._step.answer(order, nudge)
+            except CannotReplay:
+                continue
+            found = {
+                (0, self._step.short(name)): None if one is None else one.double()
+                for name, one in answer.gradients(self._kind).items()
+            }
+            of_order = noise_of(truth, found)
+            inside = torch.finfo(getattr(torch, answer.lowest)).eps if answer.lowest else 0.0
+            in_float64 = max(eps, inside) < EPS_OF_FLOAT32
+            largest = LARGEST_IN_FLOAT64 if in_float64 else max(LARGEST, OF_ORDER * eps)
+            if relative_noise(truth, of_order) > largest:
+                order_matters = True
+                continue
+            noise = larger_noise(noise, of_order) if noise else of_order  # type: ignore[arg-type,assignment]
+        return Rounding(noise, order_matters)  # type: ignore[arg-type]
+
+
+# Compares the buffers that the ranks leave with those of one process that has all rows.
+#
+# From the buffers that the ranks had, one process may compute the same gradients in every step,
+# while each rank moves a codebook or a centre by its own rows. So the next step is computed once
+# more, from the buffers that the one process has left itself.
+
+
+def with_state_of_one_process(
+    step: ObservedStep, verdict: Verdict, compared: Callable[[ObservedStep], Verdict]
+) -> Verdict:
+    """The verdict on a step that is the same; or "different", if it is not the same from the
+    buffers that one process has after the step before. ``compared``: gives a verdict on a step.
+    """
+    try:
+        moved, state = _moved_otherwise(step)
+        beside = compared(replace(step, state=state)) if moved else verdict
+    except CannotReplay:
+        return verdict
+    if beside.outcome != "different":
+        return verdict
+    buffers = step.record.step(0, step.number).earlier.buffers
+    place = next((buffers[one.name] for one in moved if one.name in buffers), None)
+    note = f"changes {step.short(moved[0].name)}, and not as one process with all rows does"
+    finding = replace(
+        finding_of_state([replace(one, name=step.short(one.name)) for one in moved], {}, {}),
+        unexplained=0.0,
+        lines=() if place is None else lines_at(place, note),
+    )
+    return replace(beside, cause=finding.cause, findings=(finding,))
+
+
+def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
+    """The buffers that rank 0 had otherwise at the beginning of the step than one process, which
+    computes the step before with all rows; and where those of the one process are. None are known
+    if it leaves others when it is asked twice: a counter may decide. Raises CannotReplay.
+    """
+    before, oracle = step.before, step.oracle
+    if before is None or oracle is None or step.number != step.group[0]:
+        return [], State()
+    now, earlier = (one.record.reader(0, one.number) for one in (step, before))
+    weights = {*now.gradient_names("held/"), *now.step.without_gradient}
+    changed = {
+        name: value
+        for name, value in now.below("weights/").items()
+        if name not in weights and not name.endswith(OF_BATCH_NORM)
+        if not _equal(earlier.tensor(f"weights/{name}"), value)
+    }
+    if not changed:
+        return [], State()
+    asked = before.group, before.rows, step.group, step.rows
+    answer, again = (oracle.buffers_carried_over(*asked).steps[0] for _ in range(2))
+    right, repeated = answer.state_left(), again.state_left()
+    moved = [
+        BufferBeside(name, error, (0,))
+        for name, value in changed.items()
+        if name in right and _equal(repeated.get(name), right[name])
+        if (error := error_of(value, right[name]))
+    ]
+    return moved, State(answer.file, tuple(one.name for one in moved))
+
+
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
+
+
+# Compares the operations of a script on its ranks with those in one process that has all rows.
+
+
+def with_one_process(
+    step: ObservedStep, analysis: AnalysisOfScript, findings: tuple[Finding, ...], second: SecondRun
+) -> tuple[Finding, ...]:
+    """The findings with the lines at which the ranks part from one process, if these say more.
+
+    Without a known cause, the analysis shows these lines in its report.
+    """
+    view = analysis.view
+    best = findings[0] if findings and findings[0].accepted else None
+    is_coupled = best is not None and best.cause == not_comparable.NAME
+    if view is None or not second.operations or not (is_coupled or one_rank_shows_more(best)):
+        return findings
+    beside = unless_it_fails(
+        lambda: _beside(step, view, second.operations, second.module), lambda why: None
+    )
+    if best is None or not is_coupled:
+        analysis.compare_with(beside)
+        return findings_beside_one_rank(findings, view, beside)
+    lines = () if beside is None else lines_of_partings(beside.partings, view)
+    return (replace(best, lines=lines or best.lines), *findings[1:])
+
+
+def _beside(
+    step: ObservedStep, view: View, by_rank: Mapping[int, Operations], module: str
+) -> BesideOneRank | None:
+    oracle = step.oracle
+    if oracle is None or len(by_rank) < step.record.world_size:
+        return None
+    if not all(one.complete for one in by_rank.values()):
+        return None
+    try:
+        alone = read_operations(Path(oracle.logged(step.group, step.rows, module)))
+    except (CannotReplay, OSError):
+        return None
+    eps = max(torch.finfo(getattr(torch, name)).eps for name in _dtypes(alone))
+    if not alone.complete or eps > COARSEST:
+        return None
+    order = order_of(step.record, oracle.arrangement, step.group, step.rows)
+    if sorted(order) != sorted(range(len(step.rows))):
+        return None  # some rows are in several micro-batches
+    place = {row: number for number, row in enumerate(order)}
+    rows = tuple(tuple(place[row] for row in of_rank) for of_rank in step.rows_by_rank)
+    deal = Deal(rows, len(order), eps, float(view.expected.abs().max()))
+    runs = OneRank(by_rank, alone)
+    logs = logs_of(runs, deal)
+    return BesideOneRank(
+        is_right_alone=True,
+        factor_alone=1.0,
+        partings=partings(logs),
+        past_autograd=past_autograd(logs),
+        deaf=deaf_methods(runs, is_right_alone=True),
+    )
+
+
+def _dtypes(alone: Operations) -> set[str]:
+    return {value.dtype for value in alone.values if value.is_floating_point} or {"float64"}
+
+
+# What the record shows of each rank, as the diagnosis reads it.
+
+
+def observations(
+    step: ObservedStep, sample: ElementSample[str], held: Mapping[int, Mapping[str, Tensor | None]]
+) -> dict[int, Observation]:
+    """Rank -> what it was seen to do. ``held``: the gradients that are compared, of each rank."""
+    return {rank: _of_rank(step, rank, sample, held[rank]) for rank in held}
+
+
+def _of_rank(
+    step: ObservedStep,
+    rank: int,
+    sample: ElementSample[str],
+    held: Mapping[str, Tensor | None],
+) -> Observation:
+    reader = step.record.reader(rank, step.number)
+    recorded = reader.step
+    trained = {name: one for name, one in recorded.weights.items() if step.short(name) in held}
+    weights = repr(sorted(trained.items()))
+    forwards: list[Forward] = []
+    backwards: list[Backward] = []
+    calls: list[Call] = []
+    passes = len(recorded.losses)
+    for number in range(passes):
+        forwards.append(_forward(step, rank, number, weights))
+        first = next((call for call in recorded.calls if call.backwards == number), None)
+        if first is not None:
+            calls.append(_call(Kind.FORWARD, first.place, number, what=first.module))
+        loss, place = recorded.losses[number], recorded.backward_at[number]
+        own = reader.below(f"own_of_{number}/") or (reader.below("own/") if passes == 1 else {})
+        backwards.append(
+            Backward(
+                loss=loss,
+                forwards=len(forwards),
+                issued=(None, None),
+                step=0,
+                gradient=_sampled(step, own, sample),
+            )
+        )
+        calls.append(_call(Kind.BACKWARD, place, number, loss))
+    for clip in recorded.clips:
+        names = tuple(sample.sizes)
+        norm = None if isnan(clip.norm) else clip.norm
+        call = _call(Kind.CLIP, clip.place, passes, clip.limit, names=names)
+        calls.append(replace(call, norm=norm, what="" if norm is None else "clip_grad_norm_"))
+    stepped = recorded.optimizers[0]
+    calls.append(_call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=stepped))
+    return Observation(
+        forwards=tuple(forwards),
+        backwards=tuple(backwards),
+        wrappers=(),
+        frozen=tuple(map(step.short, recorded.frozen)),
+        buffers="",
+        gradients={(0, name): digest({name: gradient}) for name, gradient in held.items()},
+        clipped=tuple(clip.limit for clip in recorded.clips),
+        calls=tuple(calls),
+    )
+
+
+def _forward(step: ObservedStep, rank: int, number: int, weights: str) -> Forward:
+    """The forward pass before the backward pass with this number, of the step."""
+    earlier = [one for one in step.group if one < step.number]
+    micro_batch = number + sum(len(step.record.step(rank, one).losses) for one in earlier)
+    rows = tuple(
+        (place,)
+        for place, row in enumerate(step.rows)
+        if row.rank == rank and row.micro_batch == micro_batch
+    )
+    return Forward(RowsRead(rows) if rows else None, weights, generator=b"", seed=0, step=0)
+
+
+def _sampled(
+    step: ObservedStep, own: Mapping[str, Tensor], sample: ElementSample[str]
+) -> Tensor | None:
+    """The sampled elements of a rank's own gradients; None if some are not known."""
+    of_names = {step.short(name): one for name, one in own.items()}
+    if not set(sample.sizes) <= set(of_names):
+        return None
+    return sample.of({name: of_names[name] for name in sample.sizes})
+
+
+def _call(
+    kind: Kind,
+    place: Place,
+    backwards: int,
+    value: float | None = None,
+    what: str = "",
+    names: tuple[str, ...] = (),
+) -> Call:
+    line = CodeLine(place.file, place.number, place.function) if place.file else None
+    return Call(
+        kind,
+        line,
+        line,
+        step=0,
+        backwards=backwards,
+        value=value,
+        what=what,
+        names=names,
+    )

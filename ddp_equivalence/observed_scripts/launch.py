@@ -1,4 +1,4 @@
-"""Starts the user's command, with the watch in all of its Python processes, and ends it again."""
+"""Starts the user's command, with the watch in all of its Python processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ import psutil
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
-from ddp_equivalence.ranks.float32_precision import TF32_OVERRIDE
+from ddp_equivalence.ranks.process_state import TF32_OVERRIDE
+
+# Starts the user's command, with the watch in all of its Python processes, and ends it again.
 
 STARTUP = Path(__file__).parent / "startup"
 PACKAGE = Path(__file__).parents[2]
@@ -51,7 +53,7 @@ manager: the path of a socket has at most 107 bytes on Linux, and 103 on macOS."
 SECONDS_TO_PRINT = 10.0
 """A launcher that sees one of its processes fail prints the error and ends within this time."""
 
-OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
+LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
 """Errors of launchers, which say only that a rank has failed."""
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -135,7 +137,7 @@ def last_words(printed: str) -> str:
             ),
             len(of_error) - 1,
         )
-        if not any(name in of_error[last] for name in OF_LAUNCHERS):
+        if not any(name in of_error[last] for name in LAUNCHERS_ERRORS):
             return "\n".join(of_error[max(0, last - LAST_LINES) : last + 1])
     return "\n".join(lines[-LAST_LINES:])
 
@@ -180,3 +182,133 @@ def _environment(told: Told, settings: Path) -> dict[str, str]:
     environment[VARIABLE] = str(settings)
     environment[STARTED_BY] = str(os.getpid())
     return environment
+
+
+# A copy of the user's folder for a script to run in: folders are made anew, files are links.
+#
+# What the script writes below its working folder, such as checkpoints, stays in the copy.
+
+MOST_ENTRIES = 20_000
+"""Folders below so many files are links themselves, and are written to if the script does that."""
+
+LINKED = frozenset((".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", ".tox"))
+"""Folders that are always links."""
+
+
+def copy_of_links(folder: Path, to: Path) -> None:
+    """Make the copy. ``to`` must not exist."""
+    to.mkdir(parents=True)
+    left = MOST_ENTRIES
+    waiting = [(folder.resolve(), to)]
+    while waiting:
+        source, copy = waiting.pop(0)  # folders near the top are copied first
+        try:
+            entries = sorted(os.scandir(source), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        left -= len(entries)
+        for entry in entries:
+            at = copy / entry.name
+            if Path(entry.path) in (to, *to.parents):
+                continue
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if is_folder and entry.name not in LINKED and left > 0:
+                at.mkdir()
+                waiting.append((Path(entry.path), at))
+            else:
+                at.symlink_to(os.path.realpath(entry.path))
+
+
+def with_own_scripts(command: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """The command with the paths of Python files made absolute.
+
+    They then run under their own names, and find the modules beside them.
+    """
+    return tuple(
+        str((folder / word).resolve())
+        if word.endswith(".py") and not os.path.isabs(word) and (folder / word).is_file()
+        else word
+        for word in command
+    )
+
+
+# The user's command, changed so that it trains in one process.
+
+PROCESS_COUNT_OPTIONS = (
+    "nproc-per-node",
+    "nproc_per_node",
+    "num_processes",
+    "num-processes",
+    "nprocs",
+)
+"""Options that say how many processes a launcher starts."""
+
+OPTIONS = (
+    *PROCESS_COUNT_OPTIONS,
+    *("devices", "trainer.devices", "num_devices", "num-devices", "nproc"),
+    *("world-size", "world_size", "num-gpus", "num_gpus", "gpus", "ngpus"),
+    *("n-gpus", "n_gpus", "gpu_num", "gpus-per-node", "gpus_per_node"),
+)
+"""Options of launchers and scripts that may say how many processes train."""
+
+OF_OPTION = re.compile(rf"^-{{0,2}}({'|'.join(map(re.escape, OPTIONS))})(=(?P<value>.*))?$")
+
+RIGHT = (
+    "the command that trains in one process, given with --one-process: no number of processes was "
+    "found in this one"
+)
+
+
+def in_one_process(command: Sequence[str], world_size: int) -> tuple[str, ...]:
+    """The same command with every number of processes replaced by 1.
+
+    Raises BadCase if there is none, and the command is not known to count devices itself.
+    """
+    found = False
+    changed: list[str] = []
+    words = list(command)
+    while words:
+        word = words.pop(0)
+        match = OF_OPTION.match(word)
+        if match is None:
+            changed.append(word)
+            continue
+        value = match["value"]
+        if value is None and words and _is_number(words[0], world_size):
+            changed += [word, "1"]
+            words.pop(0)
+            found = True
+        elif value is not None and _is_number(value, world_size):
+            changed.append(f"{word.partition('=')[0]}=1")
+            found = True
+        else:
+            changed.append(word)
+    if not found and _is_accelerate(command):
+        place = next(i for i, word in enumerate(changed) if os.path.basename(word) == "launch") + 1
+        changed[place:place] = ["--num_processes", "1"]
+        found = True
+    changed = [word for word in changed if word not in ("--multi_gpu", "--multi-gpu")]
+    if not found:
+        raise BadCase("one_process", " ".join(command), RIGHT)
+    return tuple(changed)
+
+
+def processes_in(command: Sequence[str]) -> int | None:
+    """The number of processes that a command names in an option; None if it names none."""
+    for word, following in zip(command, (*command[1:], ""), strict=True):
+        match = OF_OPTION.match(word)
+        if match is None or match[1] not in (*PROCESS_COUNT_OPTIONS, "devices", "trainer.devices"):
+            continue
+        value = match["value"] or following
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def _is_number(text: str, world_size: int) -> bool:
+    return text in (str(world_size), "gpu", "auto", "cpu")
+
+
+def _is_accelerate(command: Sequence[str]) -> bool:
+    names = [os.path.basename(word) for word in command]
+    return "launch" in names and any("accelerate" in name for name in names)

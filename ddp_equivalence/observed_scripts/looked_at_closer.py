@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, ObservedStep
 from ddp_equivalence.observed_scripts.in_script.closer_look import FILE, OPERATIONS

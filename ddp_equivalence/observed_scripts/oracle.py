@@ -1,36 +1,357 @@
-"""Asks the script itself: what is the gradient of these rows, in one process?
-
-The script runs once, and computes the gradient of other rows in each of its steps.
-"""
+"""Asks the script itself: what is the gradient of these rows, in one process?"""
 
 from __future__ import annotations
 
 import json
+import os
+import select
+import socket
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from math import isclose
 from pathlib import Path
+from typing import NoReturn
 
-from ddp_equivalence.observed_scripts.arrangements import (
-    AT_ONCE,
-    JOINED_AND_REPEATED,
-    ONE_AFTER_THE_OTHER,
-    SIDE_BY_SIDE,
-    Arrangement,
-    arranged,
-    arrangement_of,
-    most_micro_batches,
+from ddp_equivalence.observed_scripts.launch import Running
+from ddp_equivalence.observed_scripts.query import (
+    Answer,
+    Piece,
+    Query,
+    RowOrder,
+    State,
+    path_of_kept,
 )
-from ddp_equivalence.observed_scripts.query import Answer, Query, RowOrder, State
-from ddp_equivalence.observed_scripts.question_line import LEFT_OUT, MOST_TIMES
-from ddp_equivalence.observed_scripts.record import Record, Row
-from ddp_equivalence.observed_scripts.running_script import (
-    CANNOT_HAVE,
-    CannotReplay,
-    RunningScript,
-)
+from ddp_equivalence.observed_scripts.record import Record, Row, in_falling_order, pieces_of
 from ddp_equivalence.observed_scripts.told import Told
+
+# The script while it runs in one process, and the socket over which it is asked questions.
+
+SECONDS_OF_KEPT = 60.0
+"""A process that was kept is not asked again if it takes longer to answer."""
+
+CANNOT_HAVE = "one process cannot have the rows of all ranks"
+
+TOO_SLOW = "the script did not compute a step in one process within"
+
+
+class CannotReplay(Exception):
+    """The script does not compute in one process what it computed on the ranks. Says why."""
+
+
+class RunningScript:
+    """``command``: trains in one process. ``at``: the folder to run it in. ``log``: the file for
+    what it prints. ``told``: what its processes are told. ``deadline``: the seconds that one answer
+    may take. ``answered``: how many queries it has answered since it was started. ``first``: the
+    one that it was asked first, since then.
+    """
+
+    def __init__(
+        self, command: Sequence[str], at: Path, log: Path, told: Told, deadline: float
+    ) -> None:
+        self._command, self._at, self._log = tuple(command), at, log
+        self._told, self._deadline = told, deadline
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(told.socket)
+        self._listener.listen()
+        self._running: Running | None = None
+        self._connections: dict[socket.socket, bytes] = {}
+        self._asks: socket.socket | None = None
+        self.first: Query | None = None
+        self.answered = 0
+
+    def close(self) -> None:
+        """End it for good."""
+        self.stop()
+        self._listener.close()
+
+    def stop(self) -> None:
+        """End it. The next question starts it again."""
+        for connection in self._connections:
+            connection.close()
+        self._connections, self._asks = {}, None
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        for path in Path(self._told.socket).parent.glob("kept*"):
+            path.unlink()
+
+    def send(self, query: Query) -> None:
+        """Ask it, when it has asked for a query."""
+        assert self._asks is not None
+        self.first = self.first or query
+        self._asks.sendall(f"{query.to_json()}\n".encode())
+
+    def answer_of_kept(self, query: Query) -> Answer | None:
+        """The answer of the process that was kept at the beginning of the query's steps; None if
+        there is none, or it does not answer. Raises CannotReplay if it cannot have the rows.
+        """
+        if query.state.is_carried_over:
+            return None
+        path = path_of_kept(Path(self._told.socket).parent, query.steps)
+        try:
+            with socket.socket(socket.AF_UNIX) as asked:
+                asked.settimeout(min(self._deadline, SECONDS_OF_KEPT))
+                asked.connect(str(path))
+                asked.sendall(f"{query.to_json()}\n".encode())
+                for line in asked.makefile("r"):
+                    kind, _, text = line.partition(" ")
+                    if kind == "cannot":
+                        raise CannotReplay(f"{CANNOT_HAVE}: {text}")
+                    if kind == "answer" and json.loads(text)["number"] == query.number:
+                        return Answer.from_json(json.loads(text))
+        except OSError:
+            pass
+        path.unlink(missing_ok=True)
+        return None
+
+    def wait_until_it_asks(self) -> None:
+        """Start it, and let it come to its first question. Raises CannotReplay."""
+        line = self.line(time.monotonic())
+        if line is not None and self._asks is not None:
+            self._connections[self._asks] = f"{line}\n".encode() + self._connections[self._asks]
+
+    def line(self, started: float) -> str | None:
+        """Its next line, for which one has waited since ``started``; None if it has ended. Several
+        of its processes may ask, such as one that starts the others and wants to know how long a
+        loader is: ``send`` answers the one whose line was the last.
+
+        Raises CannotReplay if it takes too long, or has ended without an answer.
+        """
+        if self._running is None:
+            self._start()
+        assert self._running is not None
+        while True:
+            for connection, read in self._connections.items():
+                line, end, rest = read.partition(b"\n")
+                if end:
+                    self._connections[connection], self._asks = rest, connection
+                    return line.decode()
+            if time.monotonic() - started > self._deadline:
+                words = self._running.last_words
+                self.stop()
+                raise CannotReplay(f"{TOO_SLOW} {self._deadline:g} s; it printed last:\n{words}")
+            if not self._reads_on():
+                self._require_answers()
+                return None
+
+    def _reads_on(self) -> bool:
+        """Read what its processes have sent, for a moment; False if none will ask any more."""
+        assert self._running is not None
+        is_over = self._running.exit_code is not None  # asked first: it may still have sent a line
+        ready = select.select([self._listener, *self._connections], [], [], 0.05)[0]
+        for source in ready:
+            if source is self._listener:
+                self._connections[source.accept()[0]] = b""
+            elif data := _received(source):
+                self._connections[source] += data
+            else:
+                del self._connections[source]
+                source.close()
+        may_ask = not self.answered and not is_over  # who has answered and left does not come back
+        return bool(self._connections) or may_ask
+
+    def _require_answers(self) -> None:
+        if self.answered:
+            return
+        assert self._running is not None
+        end = self._running.last_words_at_its_end()
+        given = ""
+        if self._told.feed == "calls" and self.first is not None:
+            given = (
+                ", after its model had been given the rows of all ranks: what the script combines "
+                "with them may be of its own rows, since it has no DataLoader"
+            )
+        raise CannotReplay(
+            f"the script ended in one process before it had computed a step{given}; it printed "
+            f"last:\n{end}"
+        )
+
+    def _start(self) -> None:
+        self._running = Running(self._command, self._told, self._at, self._log)
+        self.first = None
+        self.answered = 0
+
+
+def _received(source: socket.socket) -> bytes:
+    try:
+        return source.recv(1 << 20)
+    except ConnectionError:  # the process was killed
+        return b""
+
+
+# The script's end of the socket over which a replay is asked questions.
+
+MOST_TIMES = 64
+"""A query is given again so often, if the script does not step with it."""
+
+LEFT_OUT = "the script read them, and did not step with them"
+
+
+class QuestionLine:
+    """``path``: of the socket, at which the judging process listens. The first use connects, so
+    that processes which compute nothing, such as launchers, are silent.
+
+    ``answered``: the number of answers that were sent.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.folder = Path(path).parent
+        self.answered = 0
+        self._socket: socket.socket | None = None
+        self._only: Query | None = None
+        self._times = 0
+
+    def close(self) -> None:
+        """Leave the connection to another process."""
+        if self._socket is not None:
+            self._lines.close()
+            self._socket.close()
+
+    def asked_only_over(self, connection: socket.socket) -> Query:
+        """The query that comes over this connection: the only one to answer from now on."""
+        self._socket, self._lines = connection, connection.makefile("r", encoding="utf-8")
+        self._only = Query.from_json(self._read())
+        return self._only
+
+    def next_query(self) -> Query | None:
+        """Wait for the next query; None if there is none any more.
+
+        A loader that reads ahead asks before it has answered the query before. If there is no
+        other one yet, it is given the same again; of several answers the first one counts.
+        """
+        if self._only is not None:
+            self._times += 1
+            if self._times > MOST_TIMES:
+                self.refuse(LEFT_OUT)
+            return self._only
+        self._send(f"next {self.answered}")
+        text = self._read()
+        return Query.from_json(text) if text else None
+
+    def answer(self, answer: Answer) -> None:
+        """Send an answer."""
+        self._send(f"answer {answer.to_json()}")
+        self.answered += 1
+        if self._only is not None and answer.number == self._only.number:
+            end_process()
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Say why the query cannot be answered, and end the process."""
+        self._send(f"cannot {' '.join(reason.split())}")
+        end_process()
+
+    def _send(self, text: str) -> None:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(self._path)
+            self._lines = self._socket.makefile("r", encoding="utf-8")
+        self._socket.sendall(f"{text}\n".encode())
+
+    def _read(self) -> str:
+        return self._lines.readline().strip()
+
+
+def end_process() -> NoReturn:
+    """End this process, which has nothing more to answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# How one process takes the micro-batches that several ranks have read.
+
+SIDE_BY_SIDE, ONE_AFTER_THE_OTHER, AT_ONCE = "side by side", "one after the other", "at once"
+JOINED_AND_REPEATED = "joined and repeated"
+
+Arrangement = str
+"""How one process takes the micro-batches of several ranks: each joined with those of the other
+ranks; one after the other, if the script divides its micro-batches among the ranks; or all at once,
+without accumulation.
+
+If the ranks' micro-batches have different numbers of rows, a script that divides them among the
+ranks gets them joined, each several times: one after the other they would count equally, as they do
+on the ranks, where one process has equal ones.
+"""
+
+
+def arranged(
+    record: Record, arrangement: Arrangement, group: tuple[int, ...], rows: Sequence[Row]
+) -> tuple[tuple[Piece, ...], ...]:
+    """The micro-batches in which the script is given these rows of a group of steps."""
+    counts = {
+        (rank, number): count
+        for rank in range(record.world_size)
+        for number, count in enumerate(record.counts(rank, group))
+    }
+    arrangement = arrangement_of(record, arrangement, group)
+    left_out, each = record.left_out(group), most_micro_batches(record, group)
+    if left_out and len(rows) == len(record.rows(group)):
+        rows = (*rows, *record.rows(group, left_out))  # the script leaves them out again
+    else:
+        each -= len(left_out)
+    units: dict[object, list[Row]] = defaultdict(list)
+    for row in rows:
+        one_by_one = row.micro_batch, row.rank
+        unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: 0}.get(arrangement, row.micro_batch)
+        units[unit].append(row)
+    wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * record.world_size)
+    taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items(), key=_in_order)]
+    if wanted % len(taken):
+        taken = [pieces_of(rows, counts)]
+    return tuple(taken * (wanted // len(taken)))
+
+
+def order_of(
+    record: Record, arrangement: Arrangement, group: tuple[int, ...], rows: Sequence[Row]
+) -> list[int]:
+    """The numbers of these rows in the order in which the script is given them."""
+    numbers: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
+    for number, row in enumerate(rows):
+        numbers[row.rank, row.micro_batch][row.row] = number
+    order: list[int] = []
+    for piece in chain.from_iterable(
+        _as_given(record, group, pieces) for pieces in arranged(record, arrangement, group, rows)
+    ):
+        known = numbers[piece.rank, piece.micro_batch]
+        order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
+    return order
+
+
+def _as_given(record: Record, group: tuple[int, ...], pieces: tuple[Piece, ...]) -> Sequence[Piece]:
+    """The pieces of a micro-batch as the script is given them."""
+    if record.feed != "loader":
+        return pieces
+    read = [record.rows_read(one.rank, one.micro_batch, group) for one in pieces]
+    return in_falling_order(pieces, read)
+
+
+def arrangement_of(record: Record, arrangement: Arrangement, group: tuple[int, ...]) -> Arrangement:
+    """The arrangement for a group of steps."""
+    if arrangement != ONE_AFTER_THE_OTHER:
+        return arrangement
+    counts = {count for rank in range(record.world_size) for count in record.counts(rank, group)}
+    return ONE_AFTER_THE_OTHER if len(counts) == 1 else JOINED_AND_REPEATED
+
+
+def most_micro_batches(record: Record, group: tuple[int, ...]) -> int:
+    """How many micro-batches the rank has that has most."""
+    return max(len(record.counts(rank, group)) for rank in range(record.world_size))
+
+
+def _in_order(item: tuple[object, object]) -> tuple[int, ...]:
+    """Micro-batches in their order, and in each the ranks in theirs."""
+    key = item[0]
+    return key if isinstance(key, tuple) else (int(key),)  # type: ignore[call-overload]
+
+
+# Asks the script itself: what is the gradient of these rows, in one process?
+#
+# The script runs once, and computes the gradient of other rows in each of its steps.
 
 MOST_TURNS = 12
 """So many steps of other optimizers are waited for, where several take turns."""

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.recorded_step import as_tuples, digests_of_micro_batches
-from ddp_equivalence.observed_scripts.tensor_file import write_tensors
+from ddp_equivalence.observed_scripts.recorded_step import (
+    as_tuples,
+    digests_of_micro_batches,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
-    from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
+    from ddp_equivalence.observed_scripts.in_script.watch import StepInProgress
 
 RowOrder = Literal["by row", "in blocks", "in dim 1", "no rows"]
 """How the rows of a batch follow one another in random numbers that are drawn for them. Where each

@@ -1,15 +1,18 @@
-"""Everything that the ranks of an observed script recorded."""
+"""The record of an observed script: what every rank did at each step, in files without pickles."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.recorded_step import (
@@ -20,6 +23,9 @@ from ddp_equivalence.observed_scripts.recorded_step import (
 )
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.told import Feed
+from ddp_equivalence.report.text import plural
+
+# Everything that the ranks of an observed script recorded.
 
 
 @dataclass(frozen=True)
@@ -237,3 +243,131 @@ def pieces_of(rows: Sequence[Row], counts: dict[tuple[int, int], int]) -> tuple[
         else one
         for one in pieces
     )
+
+
+# Rows that every rank has sorted by their length stay sorted where one process has all of them.
+#
+# ``torch.nn.utils.rnn.pack_padded_sequence`` asks for that by default.
+
+
+def in_falling_order(pieces: Sequence[Piece], read: Sequence[Rows]) -> Sequence[Piece]:
+    """The pieces, taken apart and ordered so that lengths which fall on every rank fall on.
+
+    ``read``: what the rank read in the micro-batch of each piece, with all of its rows.
+    """
+    lengths = _lengths(read)
+    if lengths is None:
+        return pieces
+    of_each: list[tuple[int, Piece, int]] = [
+        (int(of_piece[row]), piece, row)
+        for piece, rows, of_piece in zip(pieces, read, lengths, strict=True)
+        for row in (range(rows.count) if piece.rows is None else piece.rows)
+    ]
+    in_order = sorted(of_each, key=lambda one: -one[0])  # equal ones stay as they are
+    if in_order == of_each:
+        return pieces
+    found: list[Piece] = []
+    for _, piece, row in in_order:
+        last = found[-1] if found else None
+        if last is not None and (last.rank, last.micro_batch) == (piece.rank, piece.micro_batch):
+            found[-1] = replace(last, rows=(*(last.rows or ()), row))
+        else:
+            found.append(replace(piece, rows=(row,)))
+    return found
+
+
+def _lengths(read: Sequence[Rows]) -> list[Tensor] | None:
+    """The whole numbers that fall, or stay, from row to row in all of these, and that begin with
+    the length of another tensor of the rows: then they are lengths, and no labels.
+    """
+    for path in read[0].tensors:
+        if not all(path in rows.tensors and rows.has_rows(path) for rows in read):
+            continue
+        tensors = [rows.tensors[path] for rows in read]
+        if all(map(_fall, tensors)) and _are_lengths(tensors, read):
+            return tensors
+    return None
+
+
+def _fall(numbers: Tensor) -> bool:
+    if numbers.ndim != 1 or numbers.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool((numbers[:-1] >= numbers[1:]).all()) and int(numbers[-1]) > 0
+
+
+def _are_lengths(numbers: Sequence[Tensor], read: Sequence[Rows]) -> bool:
+    """True if another tensor with rows is as long as the longest of them, in all of these."""
+    return any(
+        all(
+            other in rows.tensors
+            and rows.has_rows(other)
+            and rows.tensors[other].ndim > 1
+            and rows.tensors[other].shape[1] == int(of_rows[0])
+            for of_rows, rows in zip(numbers, read, strict=True)
+        )
+        for other in read[0].tensors
+    )
+
+
+# Says how many rows several ranks have read, where each rank should read others.
+#
+# A sampler that every rank shuffles with a seed of its own deals no partition: some rows count
+# twice in an epoch, and others not at all. The gradients are right all the same for the rows that
+# were read, so this is no difference.
+
+LEAST_ELEMENTS = 3
+"""Rows of fewer elements, such as labels, are too often equal by chance."""
+
+BY_CHANCE = 4
+"""Ranks share at least so many times as many rows as one of them has read twice. Of rows that are
+drawn with replacement, two ranks share twice as many.
+"""
+
+MOST_ELEMENTS = 1 << 26
+"""A leaf with more elements than this, on all ranks together, is not looked at."""
+
+
+def read_by_several_ranks(record: Record) -> str:
+    """How many rows more than one rank has read; "" if none, all, or if it is not known.
+
+    A rank reads few equal rows itself, unless the data has some, or rows are drawn more than once.
+    """
+    by_rank = [_rows_of_rank(record, rank) for rank in range(record.world_size)]
+    most = (0, 0)
+    for path in set.intersection(*(set(one) for one in by_rank)):
+        rows = [one[path] for one in by_rank]
+        equal = max(len(of_rank) - len(set(of_rank)) for of_rank in rows)
+        ranks_of = Counter(row for of_rank in rows for row in set(of_rank))
+        shared = sum(count > 1 for count in ranks_of.values())
+        if BY_CHANCE * (equal + 1) <= shared < len(ranks_of):
+            most = max(most, (shared, len(ranks_of)))
+    shared, distinct = most
+    if not shared:
+        return ""
+    return (
+        f"{shared} of {distinct} different rows {plural(shared, 'was', 'were')} read by more than "
+        "one rank. Unless the data has equal rows, or rows are drawn with replacement, other rows "
+        "are read by none"
+    )
+
+
+def _rows_of_rank(record: Record, rank: int) -> dict[str, list[bytes]]:
+    """Digests of the rows that a rank has read in all steps, by the path of their leaf."""
+    found: dict[str, list[bytes]] = {}
+    for group in record.groups:
+        for number in range(len(record.counts(rank, group))):
+            rows = record.rows_read(rank, number, group)
+            for path in rows.tensors:
+                if _tells_apart(rows, path, record.world_size):
+                    tensor = rows.tensors[path]
+                    flat = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
+                    digests = (hashlib.blake2b(row.data, digest_size=16) for row in flat.numpy())
+                    found.setdefault(path, []).extend(one.digest() for one in digests)
+    return found
+
+
+def _tells_apart(rows: Rows, path: str, ranks: int) -> bool:
+    tensor = rows.tensors[path]
+    if not rows.has_rows(path) or tensor.numel() * ranks > MOST_ELEMENTS:
+        return False
+    return tensor[0].numel() >= LEAST_ELEMENTS

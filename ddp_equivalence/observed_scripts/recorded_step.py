@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -12,12 +13,115 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
-from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.rows_as_json import NO_ROWS, rows_with_tensors
-from ddp_equivalence.observed_scripts.tensor_file import write_tensors
-from ddp_equivalence.observed_scripts.time_first import with_rows_first
+from ddp_equivalence.comparison.gradients import digest
+from ddp_equivalence.observed_scripts.rows import NO_ROWS, Rows, rows_with_tensors, with_rows_first
+
+# Writes tensors to a file of the safetensors format, one after the other.
+#
+# The library's own ``save_file`` first copies all of them to memory, which a model that nearly
+# fills the memory does not leave. The library reads what is written here.
+#
+# Source of the format: https://github.com/huggingface/safetensors#format
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+"""The names of dtypes in the format."""
+
+ALIGNMENT = 8
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write dense tensors of the CPU. Raises ValueError for a dtype that the format lacks."""
+    header: dict[str, object] = {}
+    begin = 0
+    # As the library does: the largest elements first, so that all of them are aligned.
+    items = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, tensor in items:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} has the dtype {tensor.dtype}, which cannot be written")
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in items:
+            if tensor.numel():
+                flat = tensor.detach().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
+
+
+# Lines of the user's own code that did something with the model, its data or its optimizer.
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code. ``file`` is empty where none is known."""
+
+    file: str = ""
+    number: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}" if self.file else ""
+
+
+@dataclass(frozen=True)
+class EarlierPlaces:
+    """What the script did before a step: each is an empty place where no line was seen.
+
+    ``optimizer``: made the optimizer that stepped. ``loader``: made the loader from which the step
+    read first. ``cleared``: called zero_grad since the step before. ``loaded``: the name of a
+    module -> the last line that loaded its weights. ``buffers``: the name of a buffer -> the line
+    in the class of its module that assigns it, if there is only one; an empty place if not.
+    ``scheduled``: stepped a scheduler of the optimizer last. ``state_loaded``: loaded the state of
+    the optimizer. ``steps_with``: its options and state, see ``optimizer_states``.
+    """
+
+    optimizer: Place = field(default_factory=Place)
+    loader: Place = field(default_factory=Place)
+    cleared: Place = field(default_factory=Place)
+    loaded: Mapping[str, Place] = field(default_factory=dict)
+    buffers: Mapping[str, Place] = field(default_factory=dict)
+    scheduled: Place = field(default_factory=Place)
+    state_loaded: Place = field(default_factory=Place)
+    steps_with: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> EarlierPlaces:
+        """What ``dataclasses.asdict`` made of it."""
+        return cls(
+            optimizer=Place(**raw["optimizer"]),
+            loader=Place(**raw["loader"]),
+            cleared=Place(**raw["cleared"]),
+            loaded={name: Place(**place) for name, place in raw["loaded"].items()},
+            buffers={name: Place(**place) for name, place in raw["buffers"].items()},
+            scheduled=Place(**raw["scheduled"]),
+            state_loaded=Place(**raw["state_loaded"]),
+            steps_with=raw["steps_with"],
+        )
 
 
 @dataclass(frozen=True)

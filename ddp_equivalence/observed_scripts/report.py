@@ -1,23 +1,38 @@
-"""The report on an observed script: what was compared, and what that guarantees."""
+"""What observe is asked and what it returns: the report, JSON, and files that stand alone."""
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.check_equivalence import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.report.line import Line, Style, labelled, paragraph
-from ddp_equivalence.report.parameters import parameters_lines
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, HELD, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.without_reference import text_of_clips
+from ddp_equivalence.report.numbers import parameters_lines
 from ddp_equivalence.report.render import full_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
-from ddp_equivalence.report.wrapping import plural
+from ddp_equivalence.report.short.screen import pointed_lines
+from ddp_equivalence.report.text import Line, Style, encodable, labelled, paragraph, plural
+from ddp_equivalence.report.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
-    from ddp_equivalence.observed_scripts.observed import Observed
     from ddp_equivalence.report.verdict import Verdict
+
+
+# The report on an observed script: what was compared, and what that guarantees.
 
 
 def render(observed: Observed, full: bool) -> str:
@@ -147,3 +162,269 @@ def _how(observed: Observed) -> Iterator[Line]:
     recorded, replayed = observed.seconds
     seconds = f"{recorded:.0f} on the ranks, {replayed:.0f} in one process"
     yield from labelled("Seconds:     ", seconds)
+
+
+# What ``observe`` returns.
+
+
+@dataclass(frozen=True)
+class Observed:
+    """``name``: of the script. ``verdicts``: one for each recorded step, and ``facts`` of each.
+
+    ``command``, ``one_process``: what ran on the ranks and in one process. ``seconds``: what both
+    took. ``float64``: the script computed in float64. ``on_cpu``: its CUDA devices were the CPU.
+    ``notes``: what a reader must know beside the verdicts. ``ending``: a verdict on the script as a
+    whole, if it hung or failed before it had made all steps that were asked for.
+    ``draws_alike``: the lines at which all ranks drew the same random numbers for their rows.
+    ``render``: writes the report; with True, everything.
+    """
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    facts: tuple[StepFacts, ...]
+    command: tuple[str, ...]
+    one_process: tuple[str, ...]
+    world_size: int
+    seconds: tuple[float, float]
+    float64: bool
+    on_cpu: bool
+    notes: tuple[str, ...]
+    render: Callable[[Observed, bool], str] = field(repr=False, compare=False)
+    ending: Verdict | None = None
+    draws_alike: tuple[str, ...] = ()
+
+    @property
+    def all_verdicts(self) -> tuple[Verdict, ...]:
+        """Those on the steps, and that on the ending if there is one."""
+        return self.verdicts if self.ending is None else (*self.verdicts, self.ending)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes no step wrong, and is seldom meant."""
+        if not self.draws_alike:
+            return ()
+        return (
+            "every rank draws the same random numbers for its rows, such as masks of dropout or "
+            f"noise: at {', '.join(self.draws_alike)}. If that is not meant, seed each rank by its "
+            "number after the model is made: torch.manual_seed(seed + rank)"
+            "  [dropout_same_on_all_ranks]",
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the first step that is different; else of the first that is unknown; else of the
+        last one.
+        """
+        for outcome in ("different", "unknown"):
+            for verdict in self.all_verdicts:
+                if verdict.outcome == outcome:
+                    return verdict
+        return self.verdicts[-1]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of that verdict."""
+        return self.verdict.outcome
+
+    @property
+    def cause(self) -> str | None:
+        """The cause of that verdict."""
+        return self.verdict.cause
+
+    def __str__(self) -> str:
+        return encodable(self.render(self, False), sys.stdout)
+
+    def full_report(self) -> str:
+        """Everything that is known of every step."""
+        return encodable(self.render(self, True), sys.stdout)
+
+    def assert_equivalent(self) -> Observed:
+        """Raises NotEquivalent or NothingCompared, unless every step is the same."""
+        __tracebackhide__ = True
+        raise_unless_same(self.verdict)
+        return self
+
+
+# What ``observe`` found, as JSON for other programs.
+
+SCHEMA = 1
+"""The version of this format. It grows by one when a field changes its meaning or goes."""
+
+
+def write_json(observed: Observed, path: Path) -> None:
+    """Write everything that a program may want to know of an observed script."""
+    path.write_text(f"{json.dumps(as_json(observed), indent=1, allow_nan=False)}\n")
+
+
+def as_json(observed: Observed) -> dict[str, Any]:
+    """The same as values. Numbers that are not finite are null."""
+    recorded, replayed = observed.seconds
+    return {
+        "schema": SCHEMA,
+        "script": observed.name,
+        "outcome": observed.outcome,
+        "cause": observed.verdict.cause,
+        "reason": observed.verdict.reason,
+        "command": list(observed.command),
+        "one_process": list(observed.one_process),
+        "world_size": observed.world_size,
+        "float64": observed.float64,
+        "cuda_on_cpu": observed.on_cpu,
+        "seconds_on_ranks": recorded,
+        "seconds_in_one_process": replayed,
+        "torch": torch.__version__,
+        "notes": list(observed.notes),
+        "warnings": list(observed.warnings),
+        "ending": None if (end := observed.ending) is None else end.outcome,
+        "steps": [_step(observed, number) for number in range(len(observed.verdicts))],
+    }
+
+
+def _step(observed: Observed, number: int) -> dict[str, Any]:
+    verdict, facts = observed.verdicts[number], observed.facts[number]
+    because = verdict.unknown_because
+    return {
+        "number": number + 1,
+        "outcome": verdict.outcome,
+        "cause": verdict.cause,
+        "reason": verdict.reason,
+        "unknown_because": None if because is None else because.value,
+        "optimizers": list(facts.optimizers),
+        "rows": facts.rows,
+        "micro_batches": facts.micro_batches,
+        "loss": _finite(facts.loss),
+        "clips": facts.clips,
+        "error": _finite(verdict.error),
+        "floor": _finite(verdict.floor),
+        "limit": _finite(verdict.limit),
+        "lines": _lines(verdict),
+    }
+
+
+def _lines(verdict: Verdict) -> list[dict[str, Any]]:
+    if verdict.outcome != "different":
+        return []
+    return [
+        {
+            "file": one.line.file,
+            "line": one.line.number,
+            "note": one.note,
+            "is_fault": one.is_fault,
+        }
+        for one in pointed_lines(verdict)
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+# Writes an observed step as files that stand alone: tensors, and a script that compares them.
+
+SHOW = '''"""Compares the gradients of every rank with those of one process.
+
+It needs torch and safetensors. The gradients, weights and rows beside this file were recorded in a
+real run, see about.json.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+here = Path(__file__).parent
+about = json.loads((here / "about.json").read_text())
+print(about["headline"])
+print("ranks:      ", about["command"])
+print("one process:", about["one_process"])
+expected = load_file(here / "one_process.gradients.safetensors")
+for rank in range(about["world_size"]):
+    held = load_file(here / f"rank{rank}.gradients.safetensors")
+    print(f"rank {rank}:")
+    for name, truth in expected.items():
+        if name not in held:
+            print(f"  {name}: no gradient")
+            continue
+        truth, value = truth.double(), held[name].double()
+        norm = truth.norm().item()
+        error = (value - truth).norm().item() / norm if norm else value.norm().item()
+        factor = (value * truth).sum().item() / norm**2 if norm else float("nan")
+        print(f"  {name}: error {error:.2g}, nearest multiple {factor:.6g}")
+'''
+
+
+def export(step: ObservedStep, folder: Path, headline: str, command: str, one_process: str) -> Path:
+    """Write the step to a new folder. Returns the script that shows the difference.
+
+    Raises BadCase if the folder exists already, or the script did not compute the step in one
+    process.
+    """
+    from safetensors.torch import save_file
+
+    if folder.exists():
+        raise BadCase("export", str(folder), "a path at which nothing is yet")
+    try:
+        answer = step.answer(step.everything)
+    except CannotReplay as error:
+        raise BadCase("export", str(folder), f"a step that was replayed; {error}") from error
+    folder.mkdir(parents=True)
+    save_file(_known(step.weights()), folder / "weights.safetensors")
+    truth = {step.short(name): one for name, one in answer.gradients(BEFORE_CLIP).items()}
+    save_file(_known(truth), folder / "one_process.gradients.safetensors")
+    for rank in range(step.record.world_size):
+        reader = step.record.reader(rank, step.number)
+        for kind, name in ((BEFORE_CLIP, "gradients"), (HELD, "after_clipping"), (OWN, "own")):
+            save_file(_known(step.gradients(rank, kind)), folder / f"rank{rank}.{name}.safetensors")
+        read = reader.below("batch/") or reader.below("call/")
+        save_file(_known(read), folder / f"rank{rank}.rows.safetensors")
+    about = {
+        "headline": headline,
+        "command": command,
+        "one_process": one_process,
+        "world_size": step.record.world_size,
+        "losses": [list(step.record.step(r, step.number).losses) for r in range(_ranks(step))],
+        "losses_in_one_process": list(answer.losses),
+    }
+    (folder / "about.json").write_text(f"{json.dumps(about, indent=1)}\n")
+    script = folder / "compare.py"
+    script.write_text(SHOW)
+    return script
+
+
+def _known(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: one.contiguous() for name, one in tensors.items() if one is not None}
+
+
+def _ranks(step: ObservedStep) -> int:
+    return step.record.world_size
+
+
+# What a report says of one step beside its verdict.
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """``optimizers``: the classes of those that stepped. ``rows``: that all ranks read together.
+
+    ``micro_batches``: the backward passes of a rank. ``loss``: the mean at which these began.
+    ``clips``: what was clipped, in words.
+    """
+
+    optimizers: tuple[str, ...]
+    rows: int
+    micro_batches: int
+    loss: float
+    clips: str
+
+    @classmethod
+    def of(cls, step: ObservedStep) -> StepFacts:
+        """What the record shows."""
+        recorded = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
+        losses = [loss for one in recorded for loss in one.losses]
+        return cls(
+            optimizers=recorded[0].optimizers,
+            rows=len(step.rows),
+            micro_batches=max(len(one.losses) for one in recorded),
+            loss=sum(losses) / max(1, len(losses)),
+            clips=text_of_clips(step),
+        )

@@ -1,8 +1,4 @@
-"""The rows of a batch: what a script's loader yields, or what its model is called with.
-
-A batch is taken apart into its tensors, and into lists with one entry for each row. The rows of
-several ranks are joined into one batch, and put into the containers that the script itself made.
-"""
+"""The rows of a batch: where they are in its tensors, and how batches are made of them."""
 
 from __future__ import annotations
 
@@ -14,9 +10,254 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.batch_tree import leaves_of, map_leaves
-from ddp_equivalence.observed_scripts.listed_rows import TOP, Entry, listed_rows
-from ddp_equivalence.observed_scripts.padding import padding_of
+from ddp_equivalence.case.batch_tree import children, leaves_of, map_leaves
+
+# Rows without their tensors, which lie in a file of their own, as JSON.
+
+NO_ROWS: Mapping[str, Any] = {"count": 0, "lists": {}, "entries": {}}
+
+IS_TENSOR = {"is": "tensor"}
+"""Stands for a tensor in the entry of a row."""
+
+
+def rows_without_tensors(rows: Rows) -> dict[str, Any]:
+    """What JSON can hold. Leaves that it cannot hold are left out."""
+    return {
+        "count": rows.count,
+        "lists": dict(rows.lists),
+        "entries": {
+            path: [_without_tensors(entry) for entry in entries]
+            for path, entries in rows.entries.items()
+        },
+    }
+
+
+def rows_with_tensors(known: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rows:
+    """What ``rows_without_tensors`` made, with the tensors by their paths in the batch."""
+    others = dict(tensors)
+    entries: dict[str, list[Entry]] = {
+        path: [
+            {
+                end: others.pop(f"{path}[{number}]{end}") if leaf == IS_TENSOR else leaf
+                for end, leaf in entry.items()
+            }
+            for number, entry in enumerate(of_path)
+        ]
+        for path, of_path in known["entries"].items()
+    }
+    return Rows(others, known["lists"], known["count"], entries)
+
+
+def _without_tensors(entry: Entry) -> dict[str, Any]:
+    return {
+        end: IS_TENSOR if isinstance(leaf, Tensor) else leaf
+        for end, leaf in entry.items()
+        if isinstance(leaf, Tensor) or type(leaf) in PLAIN
+    }
+
+
+# What the rows of a batch are padded with, where ranks have padded theirs to other lengths.
+
+IGNORED_LABEL = -100
+"""The label that torch's cross entropy leaves out, by which most collators pad labels."""
+
+
+UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+"""Torch can neither flip nor compare tensors of these dtypes on the CPU."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """``is_seen``: a batch shows this value. Otherwise it is a guess."""
+
+    value: float
+    is_seen: bool
+
+
+def padding_of(path: str, parts: Sequence[Mapping[str, Tensor]]) -> Padding:
+    """What a leaf is padded with. ``parts``: the tensors of each batch, by their paths.
+
+    It is the value that the leaf has where a mask of its shape marks padding; else the label that
+    torch ignores, if it has such labels; else a value with which the shorter rows of the batches
+    end, or begin, and which stands nowhere else. Without all that it is a guess: -100 for labels,
+    and 0.
+    """
+    tensors = [tensors[path] for tensors in parts]
+    if "mask" in path:
+        return Padding(_mark_of_padding(tensors), is_seen=True)
+    seen: Counter[float] = Counter()
+    for part in parts:
+        for other, mask in part.items():
+            if "mask" in other and mask.shape == part[path].shape:
+                padding = _mark_of_padding([mask])
+                seen.update(part[path][mask == padding].reshape(-1).tolist())
+    if seen:
+        return Padding(seen.most_common(1)[0][0], is_seen=True)
+    if any(not one.is_floating_point() and bool((one == IGNORED_LABEL).any()) for one in tensors):
+        return Padding(IGNORED_LABEL, is_seen=True)
+    if any(one.is_complex() or one.dtype in UNORDERED for one in tensors):
+        return Padding(0, is_seen=False)
+    flat = [_with_lengths_last(one, tensors) for one in tensors]
+    for sides in (flat, [one.flip(1) for one in flat]):
+        value = _value_at_the_end(sides)
+        if value is not None:
+            return Padding(value, is_seen=True)
+    return Padding(IGNORED_LABEL if "label" in path or "target" in path else 0, is_seen=False)
+
+
+def _mark_of_padding(masks: Sequence[Tensor]) -> int:
+    """What a mask has where rows are padded: 0, or True in one that begins with False everywhere,
+    as a key_padding_mask does.
+    """
+    begins = [mask.reshape(len(mask), -1)[:, 0] for mask in masks if mask.numel()]
+    are_bool = all(mask.dtype is torch.bool for mask in masks)
+    return int(are_bool and bool(begins) and not any(bool(one.any()) for one in begins))
+
+
+def _with_lengths_last(tensor: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The tensor as ``[rows, length, the rest]``. The length: the first dim in which others differ,
+    else dim 1.
+    """
+    dims = [
+        dim
+        for dim in range(1, tensor.ndim)
+        if len({one.shape[dim] for one in tensors if one.ndim == tensor.ndim}) > 1
+    ]
+    moved = tensor.movedim(dims[0] if dims else 1, 1) if tensor.ndim > 1 else tensor[:, None]
+    return moved.reshape(*moved.shape[:2], -1)
+
+
+def _value_at_the_end(tensors: Sequence[Tensor]) -> float | None:
+    """The value that fills the ends of shorter rows, and stands nowhere else. In each batch, some
+    row must have none of it at its end, and in some batch another row must have it at least twice.
+    """
+    tensors = [one for one in tensors if one.numel()]
+    values = {float(row) for one in tensors for row in one[:, -1].amin(-1).unique()}
+    for value in sorted(values):
+        runs = []
+        for one in tensors:
+            is_value = (one == value).all(-1)
+            run = is_value.flip(1).long().cumprod(1).sum(1)
+            if bool((is_value.sum(1) != run).any()) or int(run.min()) > 0:
+                break
+            runs.append(int(run.max()))
+        else:
+            if max(runs, default=0) > 1:
+                return value if tensors[0].is_floating_point() else int(value)
+    return None
+
+
+# Lists with one entry of tensors for each row, as collators of images with boxes make them.
+#
+# Such a list looks like one of whole tensors, of which each has all rows, such as the crops that
+# some trainers make of a batch of images. It is told by the sizes of the tensors.
+
+Entry = Mapping[str, Any]
+"""What a row has: its tensors and plain values, by the path inside the entry."""
+
+TOP = ("",)
+"""The path of a batch."""
+
+TOP_OF_CALL = ("", "[0]", "[1]")
+"""The paths of (arguments, named arguments), which are no lists of rows."""
+
+
+def listed_rows(batch: Any, top: Collection[str] = TOP) -> dict[str, list[Entry]]:
+    """Path -> the entries of each list below the top whose entries are rows.
+
+    A list is one if its entries are alike, if their sizes differ unless there is one only, and if
+    something else in the batch has as many rows: a tensor, a list of plain values, or a list with
+    other sizes. ``top``: the paths of what is no list of rows. Of the top itself, a list of dicts
+    is one if their sizes differ.
+    """
+    lists = dict(_alike(batch, "", top))
+    elsewhere = set(_sizes_elsewhere(batch, lists))
+    found: dict[str, list[Entry]] = {}
+    for count in {len(entries) for entries in lists.values()}:
+        of_length = {path: one for path, one in lists.items() if len(one) == count}
+        if _are_rows(count, list(of_length.values()), elsewhere) or "" in of_length:
+            found |= of_length
+    return found
+
+
+def _are_rows(count: int, lists: Sequence[list[Entry]], elsewhere: Collection[int]) -> bool:
+    shapes = [[_shapes(entry) for entry in entries] for entries in lists]
+    lengths = {shape[0] if shape else None for of in shapes for one in of for shape in one}
+    sizes_differ = any(one != of[0] for of in shapes for one in of)
+    if len(lengths) == 1 and (None not in lengths):
+        # They are as long along dim 0 as whole tensors are.
+        beside = sizes_differ and count in elsewhere and lengths.isdisjoint({count, *elsewhere})
+        return beside or (_has_dicts(lists) and len(lists) > 1 and lengths.isdisjoint(elsewhere))
+    along_dim_0 = {tuple(one[0][:1] for one in of) for of in shapes}
+    may_differ = sizes_differ or count == 1
+    return may_differ and (count in elsewhere or len(along_dim_0) > 1)
+
+
+def _has_dicts(lists: Sequence[list[Entry]]) -> bool:
+    return any("" not in entries[0] for entries in lists)
+
+
+def _shapes(entry: Entry) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in entry.values() if isinstance(leaf, Tensor)]
+
+
+def _alike(value: Any, path: str, top: Collection[str]) -> Iterator[tuple[str, list[Entry]]]:
+    """The outermost lists and tuples whose entries all have the same tensors."""
+    is_list = type(value) in (list, tuple) and value
+    if is_list and (path not in top or (top == TOP and _are_dicts_of_other_sizes(value))):
+        entries = [dict(leaves_of(entry)) for entry in value]
+        kinds = [
+            {end: (leaf.ndim, leaf.dtype) for end, leaf in entry.items() if _is_tensor(leaf)}
+            for entry in entries
+        ]
+        if kinds[0] and all(kind == kinds[0] for kind in kinds):
+            yield path, list(entries)
+            return
+    for end, child in children(value) or ():
+        yield from _alike(child, path + end, top)
+
+
+def _are_dicts_of_other_sizes(value: Sequence[Any]) -> bool:
+    """True for a batch that its loader has not collated: a list of the rows themselves."""
+    if not all(isinstance(one, Mapping) for one in value):
+        return False
+    shapes = [_shapes(dict(leaves_of(one))) for one in value]
+    lengths = {shape[:1] for one in shapes for shape in one}
+    return len(lengths) > 1
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _sizes_elsewhere(batch: Any, lists: Mapping[str, Any]) -> Iterator[int]:
+    """The sizes along dim 0 of the tensors outside of these lists, and those of plain lists."""
+
+    def stays_whole(path: str, value: Any) -> bool:
+        return path in lists or (path != "" and _is_plain_list(value))
+
+    for path, leaf in leaves_of(batch, stays_whole):
+        if path in lists:
+            continue
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            yield leaf.shape[0]
+        elif _is_plain_list(leaf):
+            yield len(leaf)
+
+
+def _is_plain_list(value: Any) -> bool:
+    """A tuple of numbers is more likely a size, such as that of all images."""
+    if type(value) not in (list, tuple):
+        return False
+    kinds = str if type(value) is tuple else str | int | float
+    return all(isinstance(one, kinds) for one in value)
+
+
+# The rows of a batch: what a script's loader yields, or what its model is called with.
+#
+# A batch is taken apart into its tensors, and into lists with one entry for each row. The rows of
+# several ranks are joined into one batch, and put into the containers that the script itself
+# made.
 
 PLAIN = (str, int, float, bool, type(None))
 
@@ -281,3 +522,36 @@ def _like(native: Any, entry: Entry) -> Any:
         return found.to(leaf.device) if same_device else found
 
     return map_leaves(visit, native)
+
+
+# Batches of sequences whose dim 0 is the time, and whose rows are in dim 1.
+#
+# That is what ``nn.LSTM`` and ``nn.Transformer`` take unless they are told ``batch_first``.
+
+
+def with_rows_first(rows: Rows) -> Rows:
+    """The same with the rows of its tensors in dim 0; unchanged if they may not be in dim 1."""
+    count = _rows_in_dim_1(rows)
+    if not count:
+        return rows
+    swapped = frozenset(
+        path for path, one in rows.tensors.items() if one.ndim > 1 and one.shape[1] == count
+    )
+    tensors = {
+        path: one.transpose(0, 1) if path in swapped else one for path, one in rows.tensors.items()
+    }
+    return replace(rows, tensors=tensors, count=count, time_first=swapped)
+
+
+def _rows_in_dim_1(rows: Rows) -> int:
+    """How many rows there are if they are in dim 1; 0 if they are not.
+
+    Then every tensor that has rows by its dim 0 has as many in dim 1, or in dim 0 as masks do.
+    """
+    shapes = [one.shape for one in rows.tensors.values() if one.ndim]
+    sizes = Counter(shape[1] for shape in shapes if len(shape) > 1)
+    if rows.entries or rows.lists or not sizes:
+        return 0
+    count = sizes.most_common(1)[0][0]
+    others = [shape for shape in shapes if count not in shape[:2]]
+    return 0 if any(shape[0] == rows.count for shape in others) else count

@@ -1,4 +1,4 @@
-"""The flow of ``observe``: record the ranks, replay in one process, judge, look closer."""
+"""The flow of observe: record the ranks, replay in one process, judge, look closer."""
 
 from __future__ import annotations
 
@@ -7,48 +7,62 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.observed_scripts.arrangements import (
-    AT_ONCE,
-    JOINED_AND_REPEATED,
-    ONE_AFTER_THE_OTHER,
-    SIDE_BY_SIDE,
-    Arrangement,
-)
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.end_of_epoch import about_epochs
-from ddp_equivalence.observed_scripts.export import export
-from ddp_equivalence.observed_scripts.judged_step import judge, rows_may_be_elsewhere
-from ddp_equivalence.observed_scripts.launch import short_folder
+from ddp_equivalence.observed_scripts.judged_step import (
+    SECONDS_TO_EXPLAIN,
+    Script,
+    judge,
+    name_of_script,
+    rows_may_be_elsewhere,
+)
+from ddp_equivalence.observed_scripts.launch import (
+    in_one_process,
+    processes_in,
+    short_folder,
+    with_own_scripts,
+)
 from ddp_equivalence.observed_scripts.looked_at_closer import (
     SecondRun,
     is_the_same,
     second_run,
 )
-from ddp_equivalence.observed_scripts.measured_step import (
-    SECONDS_TO_EXPLAIN,
-    Script,
-    name_of_script,
+from ddp_equivalence.observed_scripts.not_comparable import about_epochs
+from ddp_equivalence.observed_scripts.oracle import (
+    AT_ONCE,
+    JOINED_AND_REPEATED,
+    MOST_BYTES,
+    ONE_AFTER_THE_OTHER,
+    SIDE_BY_SIDE,
+    Arrangement,
+    CannotReplay,
+    Oracle,
 )
-from ddp_equivalence.observed_scripts.observed import Observed
-from ddp_equivalence.observed_scripts.one_process import in_one_process
-from ddp_equivalence.observed_scripts.options import Options, words_of
-from ddp_equivalence.observed_scripts.oracle import Oracle
-from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
-from ddp_equivalence.observed_scripts.report import render
-from ddp_equivalence.observed_scripts.rows_read_twice import read_by_several_ranks
-from ddp_equivalence.observed_scripts.step_facts import StepFacts
-from ddp_equivalence.observed_scripts.steps_of_record import compute_in_their_order, observed_steps
+from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks
+from ddp_equivalence.observed_scripts.recording import (
+    Command,
+    ObserveOptions,
+    Options,
+    Recording,
+    ScriptFailed,
+    words_of,
+    working_folder,
+)
+from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export, render
 from ddp_equivalence.observed_scripts.told import LookAt, Told
-from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
-from ddp_equivalence.report.short.headline import headline_text
+from ddp_equivalence.report import listeners
+from ddp_equivalence.report.short.screen import headline_text
+from ddp_equivalence.report.text import Line, Style, labelled, plural
 from ddp_equivalence.report.verdict import Verdict
+
+# The flow of ``observe``: record the ranks, replay in one process, judge, look closer.
 
 NOT_REPEATED = (
     "the ranks could not be watched a second time: they read other rows then, or had other "
@@ -298,3 +312,149 @@ def _notes(oracle: Oracle) -> Iterator[str]:
         )
     for operation, count in oracle.missed.items():
         yield f"{operation} drew other numbers than the ranks, {count} times"
+
+
+# ``observe`` runs a training script as it is, and says whether its ranks train like one process.
+#
+# The script runs twice. First its ranks are recorded for a few steps. Then the same script
+# computes the same steps in one process, from the recorded weights, on the rows that all ranks
+# read. If a step differs, the ranks run once more, and are watched line by line.
+
+DEVICES_OF_UNKNOWN = 2
+"""A command that does not say how many processes it starts gets so many devices."""
+
+
+def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
+    """Run the command on its ranks and in one process, and compare what its optimizer gets.
+
+    ``command``: starts training on several ranks of this machine, as words or as a line for a
+    shell. ``options``: see ``ddp_equivalence.observed_scripts.recording.Options``.
+
+    Raises BadCase for an argument that cannot be right, and ScriptFailed if the command ends before
+    it has made the steps to record.
+    """
+    with _observation(command, options) as observation:
+        found = observation.observed()
+    for verdict in found.all_verdicts:
+        listeners.tell(verdict, None)
+    return found
+
+
+def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...]:
+    """Run the command on its ranks only, and say what one process would be given.
+
+    The arguments and errors are those of ``observe``.
+    """
+    with _observation(command, options) as observation:
+        record, float64, _ = observation.recording.first()
+        alone = observation.in_one_process(record)
+        name = name_of_script(observation.command, record.runs[0]["main"])
+        return tuple(plan_lines(record, name, alone, float64))
+
+
+@contextmanager
+def _observation(command: Command, given: ObserveOptions) -> Iterator[ScriptObservation]:
+    """What is done, in a folder that is deleted in the end unless the user keeps it."""
+    options, words = Options(**given), words_of(command, "command")
+    if options.as_cpu < 0:
+        options = replace(options, as_cpu=processes_in(words) or DEVICES_OF_UNKNOWN)
+    if options.keep is not None:
+        kept = Path(options.keep)
+        kept.mkdir(parents=True)
+        yield ScriptObservation(words, options, kept.resolve())
+        return
+    with tempfile.TemporaryDirectory(prefix="observed-", ignore_cleanup_errors=True) as folder:
+        yield ScriptObservation(words, options, Path(folder).resolve())
+
+
+# What a record shows of a script, before it is replayed: what one process will be given.
+
+MOST_LEAVES = 6
+
+
+def plan_lines(
+    record: Record, name: str, one_process: Sequence[str], float64: bool
+) -> Iterator[Line]:
+    """The plan, line by line."""
+    count, ranks = len(record.steps), record.world_size
+    precision = "float64" if float64 else "the script's own precision"
+    headline = f"plan: {name}: {count} {plural(count, 'step')} of {ranks} ranks were recorded"
+    yield Line(f"{headline}, in {precision}", Style.LABEL)
+    for group in record.groups:
+        for number in group:
+            yield Line("")
+            yield from _step_lines(record, number, reads=number == group[0])
+    yield Line("")
+    yield from labelled("One process: ", shlex.join(one_process))
+
+
+def _step_lines(record: Record, number: int, reads: bool) -> Iterator[Line]:
+    step = record.step(0, number)
+    optimizers = " + ".join(step.optimizers)
+    at = f" at {step.stepped_at}" if str(step.stepped_at) else ""
+    yield Line(f"  step {number + 1}: {optimizers} steps{at}")
+    called = Counter((call.module, str(call.place)) for call in step.calls)
+    for (module, place), times in called.items():
+        where = f" at {place}" if place else ""
+        yield Line(f"    {module} is called{where}, {times} {plural(times, 'time')} by rank 0")
+    passes = len(step.losses)
+    yield Line(f"    backward runs {passes} {plural(passes, 'time')} on rank 0")
+    held = record.reader(0, number).gradient_names("held/")
+    more = f"; {step.unnamed} more are in no module that is called" if step.unnamed else ""
+    yield Line(f"    {len(held)} gradients are compared{more}")
+    if reads:
+        yield from (Line(f"    {text}") for text in _fed(record, number))
+    if step.draws:
+        yield Line("    random numbers are drawn as each rank drew them")
+
+
+def _fed(record: Record, number: int) -> Iterator[str]:
+    """What one process is given instead of what it reads itself."""
+    reader = record.reader(0, number)
+    if record.feed == "loader":
+        what, prefix = "its loader yields", "batch/0/"
+    else:
+        what, prefix = "its model is called with", "call/0/"
+    rows = sum(len(record.counts(rank, (number,))) > 0 for rank in range(record.world_size))
+    yield f"{what} the rows of {rows} ranks as one batch; on rank 0 these are:"
+    shapes = reader.shapes(prefix)
+    for path, shape in list(shapes.items())[:MOST_LEAVES]:
+        yield f"  {path or 'a tensor'}: {tuple(shape)}"
+    if len(shapes) > MOST_LEAVES:
+        yield f"  and {len(shapes) - MOST_LEAVES} more"
+
+
+# The steps of a record, and what the one process is asked of them first.
+
+BYTES_OF_ELEMENT = 24
+"""An answer has up to three gradients, in float64."""
+
+
+MOST_EARLIER = 200
+"""One process makes as many steps as the ranks made before those that are recorded; not more than
+this.
+"""
+
+
+def observed_steps(record: Record, oracle: Oracle | None) -> list[ObservedStep]:
+    """All of them. ``oracle``: None if the one process is asked nothing."""
+    steps: list[ObservedStep] = []
+    for group in record.groups:
+        rows, before = record.rows(group), steps[-1] if steps else None
+        steps += [ObservedStep(record, oracle, number, group, rows, before) for number in group]
+    return steps
+
+
+def compute_in_their_order(steps: Sequence[ObservedStep], earlier: int) -> None:
+    """Let the one process compute all steps, as it does by itself, before it is asked anything else
+    of them: the script may count its steps, and anneal its loss by that count. ``earlier``: so many
+    steps came before the first one.
+    """
+    if sum(step.elements for step in steps) * BYTES_OF_ELEMENT > MOST_BYTES:
+        return
+    with suppress(CannotReplay):  # it is asked again, and the verdict then says why
+        if steps and steps[0].oracle is not None and earlier <= MOST_EARLIER:
+            steps[0].oracle.warm_up(steps[0].group, steps[0].rows, earlier)
+            steps[0].oracle.keeps = True
+        for step in steps:
+            step.answer(step.everything)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.gate.record_lines import RecordWriter
-from ddp_equivalence.pytest_plugin.run_results import ATTRIBUTE, Spent
+from ddp_equivalence.gate.record import RecordWriter
+from ddp_equivalence.pytest_plugin.results import ATTRIBUTE, Spent
 
 LONGEST_REASON = 300
 NOTHING = Spent(0, 0.0)

@@ -1,21 +1,23 @@
-"""How many processes of a run may be on each GPU at once, and how to see that there were too many.
-
-A process on a GPU holds a CUDA context there until it ends, also while it is idle.
-"""
+"""Which GPUs this process may use, how many processes may share one, and which one a device is."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 
+import torch
+
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpus.by_name import EXCLUSIVE, gpus_by_name
-from ddp_equivalence.ranks.gpus.sharing import BYTES_PER_PROCESS
+from ddp_equivalence.ranks.gpus.nvml import BYTES_PER_PROCESS, EXCLUSIVE, gpus_by_name
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks
+
+# How many processes of a run may be on each GPU at once, and how to see that there were too many.
+#
+# A process on a GPU holds a CUDA context there until it ends, also while it is idle.
 
 SHARE_OF_MEMORY = 1 / 4
 """The ranks of a run together hold at most this share of a GPU's memory before they do any work.
@@ -92,3 +94,31 @@ def lack_of(error: RankFailed) -> Lack | None:
     if any(phrase in text for text in texts for phrase in OUT_OF_MEMORY):
         return Lack.MEMORY
     return None
+
+
+# Says which GPU of the machine a CUDA device of this process is.
+#
+# Every rank sees only the GPUs of its own simulated node, so ``cuda:0`` names another GPU on
+# another rank. A GPU has one UUID in every process.
+
+SEVERAL = "+"
+"""Stands between the UUIDs of the GPUs of one rank that has used several."""
+
+
+def gpus_of(devices: Iterable[torch.device]) -> str:
+    """The UUIDs of the CUDA devices among these, as ``nvidia-smi -L`` shows them.
+
+    Several are in the order of their numbers, with ``SEVERAL`` between them; "" if there are none.
+    """
+    cuda = {device for device in devices if device.type == "cuda"}
+    ordered = sorted(cuda, key=lambda device: device.index or 0)
+    return SEVERAL.join(dict.fromkeys(map(_uuid, ordered)))
+
+
+def _uuid(device: torch.device) -> str:
+    # Torch leaves out the prefix that NVML and CUDA_VISIBLE_DEVICES use.
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    # CUDA gives a process one instance of a GPU (MIG), and only if it is named here.
+    is_instance = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+    prefix = "MIG-" if is_instance else "GPU-"
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"{prefix}{uuid}"

@@ -1,24 +1,33 @@
-"""A lane is a backend on a kind of device.
-
-This module says which lanes this machine has, and why it does not have the others.
-"""
+"""A lane is a backend on a kind of device; a run may give one up whose ranks never start."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.ranks import ask_driver
 from ddp_equivalence.ranks.backend_names import BACKENDS, NCCL_SHARED
-from ddp_equivalence.ranks.counted_gpus import CountedGpus, count_gpus
-from ddp_equivalence.ranks.gpus.by_name import any_exclusive
-from ddp_equivalence.ranks.gpus.sharing import EXCLUSIVE_NOTE, why_not_shared
+from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.gpus.nvml import EXCLUSIVE_NOTE, any_exclusive, why_not_shared
+
+# A lane is a backend on a kind of device.
+#
+# This module says which lanes this machine has, and why it does not have the others.
 
 NO_SPARSE_ON_NCCL = "NCCL cannot all-reduce sparse gradients"
 
@@ -264,3 +273,158 @@ def device_of(local_rank: int, lane: Lane, visible: str) -> torch.device:
     if lane.gpus_per_rank > 1:
         return torch.device("cuda", 0)
     return torch.device("cuda", local_rank % len(visible.split(",")))
+
+
+# Remembers which ranks on GPUs have never started, so that a run can give them up.
+#
+# If this torch cannot run on this GPU or with this driver, the ranks of a lane never start, and
+# every case would find that out again, slowly.
+
+
+class FailedStarts:
+    """The starts of this process: which lanes and layouts have started, and which only failed."""
+
+    def __init__(self) -> None:
+        self._started: set[tuple[str, str]] = set()
+        self._failed: dict[tuple[str, str], str] = {}
+
+    @contextmanager
+    def noted(self, lane: Lane, layout: Layout) -> Iterator[None]:
+        """Note whether ranks on GPUs start inside the block.
+
+        Raises CannotRunHere instead of running the block if the run gives up lanes, and these ranks
+        have failed to start before and have never started.
+        """
+        if lane.device_type != "cuda":
+            yield
+            return
+        what = lane.name, layout.name
+        reason = self.why_given_up(lane, layout)
+        if reason and settings.current().give_up_lanes:
+            raise CannotRunHere("backend", lane.name, reason, *what, reason)
+        try:
+            yield
+        except RankFailed as error:
+            if what not in self._started:
+                self._failed.setdefault(what, str(error).partition("\n")[0])
+            raise
+        self._started.add(what)
+        self._failed.pop(what, None)
+
+    def why_given_up(self, lane: Lane, layout: Layout) -> str:
+        """The error with which these ranks failed to start, or "".
+
+        If no ranks of the lane have ever started, it is the first error of any layout.
+        """
+        if not any(name == lane.name for name, _ in self._started):
+            errors = (error for (name, _), error in self._failed.items() if name == lane.name)
+            error = next(errors, None)
+            return "" if error is None else f"no ranks have ever started on this lane: {error}"
+        error = self._failed.get((lane.name, layout.name))
+        return "" if error is None else f"ranks on {layout} have failed to start here: {error}"
+
+
+@lru_cache(maxsize=1)
+def failed_starts() -> FailedStarts:
+    """The starts of this process."""
+    return FailedStarts()
+
+
+# Counts the GPUs that this process may use, without initialising CUDA in it.
+#
+# The ranks are forked from a server, and a fork of a process that has initialised CUDA cannot use
+# it. torch.cuda.device_count asks NVML, but where NVML gives no answer it asks CUDA itself, in
+# this process. That happens for MIG ids in CUDA_VISIBLE_DEVICES, and if NVML cannot initialise
+# because the driver was updated. So this module asks NVML, or AMD's library on ROCm, through the
+# part of torch that asks nothing else, and leaves all other questions to a process of its own.
+
+TIMEOUT = 60.0
+"""Seconds that the driver may take to initialise every GPU of the machine."""
+
+NO_GPU = ""
+"""The value of CUDA_VISIBLE_DEVICES that hides all GPUs from CUDA."""
+
+NO_GPU_OF_HIP = "-1"
+"""The same for HIP, which takes an empty variable for one that is not set.
+
+Source: ROCclr, ``Device::init`` in rocclr/device/rocm/rocdevice.cpp.
+"""
+
+
+@dataclass(frozen=True)
+class CountedGpus:
+    """``names``: the GPUs as CUDA_VISIBLE_DEVICES would name them. ``problem``: why NVML could not
+    count them; "" if it did.
+    """
+
+    names: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def count_gpus() -> CountedGpus:
+    """Count the GPUs that this process may use."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return CountedGpus()
+    count, problem = _count_without_cuda()
+    if count < 0:
+        count, of_driver = _ask_driver()
+        problem = "; ".join(filter(None, (problem, of_driver)))
+    visible = _chosen_by_user()
+    names = visible.split(",") if visible else [str(index) for index in range(count)]
+    return CountedGpus(tuple(name.strip() for name in names[:count]), problem)
+
+
+def variables(visible: str) -> dict[str, str]:
+    """The environment variables that let a new process see these GPUs and no others.
+
+    On ROCm HIP_VISIBLE_DEVICES goes before CUDA_VISIBLE_DEVICES. ROCR_VISIBLE_DEVICES keeps the
+    user's value: it chooses the GPUs that the numbers in HIP_VISIBLE_DEVICES count.
+    """
+    if torch.version.hip is None:
+        return {"CUDA_VISIBLE_DEVICES": visible or NO_GPU}
+    visible = visible or NO_GPU_OF_HIP
+    return {"HIP_VISIBLE_DEVICES": visible, "CUDA_VISIBLE_DEVICES": visible}
+
+
+def _chosen_by_user() -> str | None:
+    """The variable in which the user has named GPUs, in the words that ``variables`` takes."""
+    cuda = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.version.hip is None:
+        return cuda
+    hip = os.environ.get("HIP_VISIBLE_DEVICES")
+    # Without HIP_VISIBLE_DEVICES, torch takes all GPUs that ROCR_VISIBLE_DEVICES leaves.
+    return hip if hip is not None or "ROCR_VISIBLE_DEVICES" in os.environ else cuda
+
+
+def _count_without_cuda() -> tuple[int, str]:
+    """The number of GPUs, or -1 and the reason why it cannot be told without CUDA."""
+    # Both functions are private: a test fails if torch changes them.
+    count_without_cuda = (
+        torch.cuda._device_count_amdsmi if torch.version.hip else torch.cuda._device_count_nvml
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            count = int(count_without_cuda())
+        except RuntimeError as error:  # the user's variables contradict each other
+            return 0, str(error)
+    return count, "; ".join(dict.fromkeys(str(warning.message) for warning in caught))
+
+
+def _ask_driver() -> tuple[int, str]:
+    """The number of GPUs that a new process sees, and why there are none."""
+    kind, library = "cuda", "libcuda.so.1"
+    if torch.version.hip:
+        bundled = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
+        kind, library = "hip", str(bundled) if bundled.exists() else "libamdhip64.so"
+    command = [sys.executable, "-I", ask_driver.__file__, kind, library]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, check=True
+        ).stdout
+        count, _, reason = answer.strip().partition(" ")
+        return int(count), reason
+    except subprocess.TimeoutExpired:
+        return 0, f"the driver did not answer within {TIMEOUT:g} s"
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        return 0, f"the driver could not be asked: {error}"

@@ -1,9 +1,4 @@
-"""Pickles functions for the ranks, lambdas and closures too, whatever pytest's import mode is.
-
-A function of an importable module is pickled as its name. A function that the ranks cannot import
-under its name is pickled by value, with cloudpickle. Examples are a function of a test module under
-``--import-mode=importlib``, and one of a file given on the command line.
-"""
+"""Pickles functions for the ranks, lambdas and closures too, whatever pytest's import mode is."""
 
 from __future__ import annotations
 
@@ -11,30 +6,181 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from io import BytesIO
-from types import CodeType, FunctionType, ModuleType
+from multiprocessing.reduction import ForkingPickler
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any, NoReturn
 
 import cloudpickle
+import torch
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.ranks.code_files import CloudPicklerWithFiles
-from ddp_equivalence.ranks.fingerprint import (
-    CONSTANT_TYPES,
-    Fingerprint,
-    NoFingerprint,
-    fingerprint,
-)
 from ddp_equivalence.ranks.importable import is_pickled_by_value, modules_pickled_by_value
-from ddp_equivalence.ranks.process_settings import read_training_settings
-from ddp_equivalence.ranks.process_state import environment_variables
-from ddp_equivalence.ranks.user_modules import carried, paths
+from ddp_equivalence.ranks.process_state import environment_variables, read_training_settings
+from ddp_equivalence.ranks.user_modules import carried, description
 from ddp_equivalence.ranks.user_modules.carried import Changes
 from ddp_equivalence.ranks.user_modules.description import CONSTANTS
-from ddp_equivalence.ranks.user_modules.differences import Edit
+from ddp_equivalence.ranks.user_modules.difference import Edit
+
+# Tells within microseconds whether a function has changed since it was last pickled.
+#
+# Pickling a function by value takes milliseconds, so the result is kept and used again. A
+# fingerprint covers everything that cloudpickle would send: code, defaults, closure, the globals
+# that the code names, and whatever those refer to in turn. A list, a dict or any other object
+# that can change in place cannot have a fingerprint. A function that refers to one is pickled
+# anew each time.
+
+CONSTANT_TYPES = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device),
+)
+
+PICKLED_BY_NAME = (
+    FunctionType,
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+)
+"""Objects of these types are pickled as a name, so two of them are equal only if identical."""
+
+Fingerprint = tuple[Hashable, ...]
+
+
+class NoFingerprint(Exception):
+    """The value refers to an object that can change unnoticed; the message names its type."""
+
+
+def fingerprint(
+    value: object, by_value: Callable[[Any], bool]
+) -> tuple[Fingerprint, tuple[object, ...]]:
+    """A fingerprint, and the objects that the caller must keep alive as long as it is used.
+
+    The objects are identified by ``id()``, which Python reuses once an object is freed.
+    ``by_value`` is asked about each function, class and module, and returns True if it is pickled
+    by value. Raises NoFingerprint.
+    """
+    identified: list[object] = []
+    return tuple(_parts(value, by_value, identified, {})), tuple(identified)
+
+
+def _parts(
+    value: Any, by_value: Callable[[Any], bool], identified: list[object], seen: dict[int, int]
+) -> Iterator[Hashable]:
+    """Yield the parts of the fingerprint; ``seen`` numbers the functions and classes visited."""
+    yield type(value).__name__
+    if isinstance(value, CONSTANT_TYPES):
+        yield repr(value) if isinstance(value, float | complex) else value
+        return
+    inner: Iterable[object]
+    if isinstance(value, ModuleType) and by_value(value):
+        raise NoFingerprint("module")  # it is pickled with everything in it
+    if isinstance(value, CodeType):
+        yield value
+        yield value.co_filename  # code objects compare equal without it
+        inner = ()
+    elif isinstance(value, FunctionType | type) and by_value(value):
+        if id(value) in seen:
+            yield seen[id(value)]  # a recursive reference
+            return
+        seen[id(value)] = len(seen)
+        inner = _of_function(value) if isinstance(value, FunctionType) else _of_class(value)
+    elif isinstance(value, PICKLED_BY_NAME):
+        identified.append(value)
+        yield id(value)
+        inner = ()
+    elif isinstance(value, tuple):
+        inner = (len(value), *value)
+    elif isinstance(value, staticmethod | classmethod):
+        inner = (value.__func__,)
+    elif isinstance(value, property):
+        inner = value.fget, value.fset, value.fdel
+    elif isinstance(value, partial):
+        inner = value.func, value.args, tuple(value.keywords.items())
+    else:
+        raise NoFingerprint(type(value).__name__)
+    for part in inner:
+        yield from _parts(part, by_value, identified, seen)
+
+
+def _of_function(function: FunctionType) -> Iterator[object]:
+    yield function.__code__
+    yield function.__defaults__
+    yield tuple((function.__kwdefaults__ or {}).items())
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # the variable has no value yet
+            yield "empty"
+    yield tuple(sorted(vars(function).items()))
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield name
+            yield function.__globals__[name]
+
+
+def _of_class(cls: type) -> Iterator[object]:
+    yield cls.__bases__
+    for name, value in vars(cls).items():
+        if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__"):
+            yield name
+            yield value
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+# Pickles functions by value, with the names of the files that they stand in.
+#
+# cloudpickle 3.1.3 leaves these names out. Without them nothing that happens in such a function
+# has a line: neither a fault that a report shows, nor the lines of a traceback.
+#
+# Source: cloudpickle 3.1.3, ``_code_reduce``, where every file is called ``<dynamic-code>``.
+
+
+class CloudPicklerWithFiles(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is not typed
+    """Pickles code together with the name of its file, whatever version of cloudpickle this is."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is CodeType:
+            make, arguments = self.dispatch_table[CodeType](value)
+            return _code_in_file, (make, arguments, value.co_filename)
+        return super().reducer_override(value)
+
+
+def dumps_with_files(value: object) -> bytes:
+    """What ``cloudpickle.loads`` makes the object of."""
+    file = BytesIO()
+    CloudPicklerWithFiles(file).dump(value)
+    return file.getvalue()
+
+
+def _code_in_file(make: Callable[..., CodeType], arguments: Any, file: str) -> CodeType:
+    return make(*arguments).replace(co_filename=file)
+
+
+# Pickles functions for the ranks, lambdas and closures too, whatever pytest's import mode is.
+#
+# A function of an importable module is pickled as its name. A function that the ranks cannot
+# import under its name is pickled by value, with cloudpickle. Examples are a function of a test
+# module under ``--import-mode=importlib``, and one of a file given on the command line.
 
 MAX_CACHED = 64
 """The number of pickles that are kept. The most recently used ones stay."""
@@ -139,8 +285,8 @@ class _Found:
         if kind is FunctionType and is_pickled_by_value(value):
             self.codes.add(value.__code__)  # type: ignore[attr-defined]  # it is a function
             return
-        step = paths.PART, "__name__" if isinstance(value, ModuleType) else "__module__"
-        name = paths.read_or_missing(value, (step,))
+        step = description.PART, "__name__" if isinstance(value, ModuleType) else "__module__"
+        name = description.read_or_missing(value, (step,))
         if isinstance(name, str):
             self.modules.add(name)
         if not isinstance(value, NAMED):
@@ -197,7 +343,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> object:
         if isinstance(key, int):
             return self._by_value[key]
-        return paths.resolve(key)
+        return description.resolve(key)
 
 
 def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:
@@ -244,7 +390,7 @@ def _raise_for_worst_edit(changes: Changes) -> NoReturn:
     sizes = {}
     for module, edits in changes.edits.items():
         for edit in edits:
-            name = paths.text((module, *edit.steps))
+            name = description.text((module, *edit.steps))
             try:
                 sizes[name] = len(_cloudpickle((edit.value,), without, _Found()))
             except Exception as error:
@@ -296,3 +442,56 @@ class _CloudPickler(CloudPicklerWithFiles):
             if names:
                 return import_module, (names[0],)
         return super().reducer_override(value)
+
+
+# Lets a rank and its workers exchange objects of the classes and functions in a user's file.
+#
+# Plain pickle sends the name of a class or function. In a training script the worker finds it
+# under this name. On a rank it was perhaps pickled by value, because it is part of a test file or
+# of a file given on the command line, and no process can import it there. Such a class or
+# function is pickled by value for the workers too. One that is defined inside a function is not,
+# because pickle refuses it in a training script as well.
+
+_forking_pickler: Any = ForkingPickler
+"""Pickle calls its method ``reducer_override``, which the class does not define, if it has one."""
+
+
+def pickle_by_value_for_workers() -> None:
+    """From now on, let multiprocessing pickle by value what no process can import."""
+    _forking_pickler.reducer_override = _reduce
+
+
+@contextmanager
+def pickled_by_value_for_workers() -> Iterator[None]:
+    """The same inside the block only, for a process that is a rank for a while."""
+    before = ForkingPickler.__dict__.get("reducer_override")
+    pickle_by_value_for_workers()
+    try:
+        yield
+    finally:
+        del _forking_pickler.reducer_override
+        if before is not None:
+            _forking_pickler.reducer_override = before
+
+
+def _reduce(pickler: ForkingPickler, value: object) -> Any:
+    """Called by pickle for every object. NotImplemented means that pickle goes on as usual."""
+    if isinstance(value, FunctionType | type) and not _left_to_pickle(value):
+        return _load, (dumps_with_files(value),)
+    return NotImplemented
+
+
+def _load(pickled: bytes) -> object:
+    """Called in the other process. A new worker may later send such objects back."""
+    pickle_by_value_for_workers()
+    return cloudpickle.loads(pickled)
+
+
+def _left_to_pickle(value: FunctionType | type) -> bool:
+    """True if pickle sends the name, or refuses the value with a message that says why."""
+    if "<" in value.__qualname__:
+        return True  # a lambda or a local class
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value

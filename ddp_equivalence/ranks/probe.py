@@ -1,20 +1,224 @@
-"""Checks that collectives give the right results, before a difference is blamed on the user's loss.
-
-To probe is to run many collectives on ranks and compare the results. ``probe`` takes warm ranks
-itself; ``probe_ranks`` and ``probe_ranks_once`` use ranks that the caller holds.
-"""
+"""Checks that collectives work, before a difference is blamed on the user's loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks import pickling, probe_on_rank
+from ddp_equivalence.ranks import Rank, pickling, process_state
+from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.probe_on_rank import ProbeResult
 from ddp_equivalence.ranks.rank_set import Ranks
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
+
+# Runs collectives on a rank and compares what they return with results worked out beforehand.
+#
+# The inputs depend on rank and position, so that a result with either of them mixed up is wrong.
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+SIZES = (1, 1031)
+LARGER_THAN_A_BUCKET = 300_007
+"""Elements of float32 that need more than DDP's first bucket, which holds 1 MiB."""
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda inputs: inputs.sum(0),
+    "avg": lambda inputs: inputs.mean(0),
+    "max": lambda inputs: inputs.amax(0),
+    "min": lambda inputs: inputs.amin(0),
+}
+"""Op -> the function that reduces inputs of shape (ranks, elements) in float64."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One collective, in words such as ``broadcast of 1031 float32 on 2 ranks``.
+
+    ``correct``: it returned what it should. ``refused``: the backend's message if it said that it
+    cannot do this; that does not count as wrong. ``detail``: what the collective returned
+    if that was wrong.
+    """
+
+    collective: str
+    correct: bool
+    refused: str = ""
+    detail: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return not self.correct and not self.refused
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of ``size`` ranks, on the rank that is number ``group_rank`` of the group."""
+
+    group: dist.ProcessGroup | None
+    group_rank: int
+    size: int
+    device: torch.device
+
+    def own_input(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """The input of this rank."""
+        return inputs(self.size, elements)[self.group_rank].to(self.device, dtype, copy=True)
+
+    def reduced(self, op: str, elements: int) -> Tensor:
+        """The correct result of reducing the inputs of all ranks."""
+        return _reduced(op, self.size, elements)
+
+
+@lru_cache(maxsize=16)
+def inputs(ranks: int, elements: int) -> Tensor:
+    """The input of each rank: float64, shape (ranks, elements), integers from -3 to 3.
+
+    They are so small that a sum over 64 ranks is exact in bfloat16.
+    """
+    position, rank = torch.arange(elements), torch.arange(ranks)[:, None]
+    return ((position * (rank + 1) + 2 * rank) % 7 - 3).double()
+
+
+@lru_cache(maxsize=64)
+def _reduced(op: str, ranks: int, elements: int) -> Tensor:
+    return REDUCTIONS[op](inputs(ranks, elements))
+
+
+def run(rank: Rank, argument: object) -> Iterator[object]:
+    """The work of one rank: yields a tuple of ProbeResults, in the same order on every rank."""
+    all_ranks = _Group(dist.group.WORLD, rank.rank, rank.world_size, rank.device)
+    results = [result for dtype in DTYPES for result in _with_dtype(all_ranks, dtype)]
+    for op in ("sum", "avg"):
+        results.append(_all_reduce(all_ranks, op, LARGER_THAN_A_BUCKET, torch.float32))
+    for size, process_group in _subgroups(rank.world_size, dist.group.WORLD):
+        if rank.rank < size:
+            subgroup = _Group(process_group, rank.rank, size, rank.device)
+            for op in ("sum", "avg"):
+                results.append(_all_reduce(subgroup, op, SIZES[-1], torch.float32))
+                results.append(_reduce_scatter(subgroup, op, SIZES[-1], torch.float32))
+    new_collectives()  # read these collectives now, or the next check takes them for its own
+    yield tuple(results)
+
+
+@cache
+def _subgroups(world_size: int, _: object) -> tuple[tuple[int, dist.ProcessGroup], ...]:
+    """A group of the first rank alone, and one of the first half of the ranks.
+
+    The second argument is the default group: ``cache`` makes the groups only once for each.
+    """
+    sizes = sorted({1, max(1, world_size // 2)} - {world_size})
+    groups = tuple((size, dist.new_group(list(range(size)))) for size in sizes)
+    for _, group in groups:
+        process_state.keep_group(group)
+    return groups
+
+
+def _with_dtype(group: _Group, dtype: torch.dtype) -> Iterator[ProbeResult]:
+    # The average of integers is not defined.
+    ops = ["sum", "avg"] if dtype.is_floating_point else ["sum"]
+    if dtype in (torch.float32, torch.int64):
+        ops += ["max", "min"]
+    # Some libraries treat a single element differently. Trying it in one dtype is enough.
+    for size in SIZES if dtype is torch.float32 else SIZES[1:]:
+        for op in ops:
+            yield _all_reduce(group, op, size, dtype)
+            if op in ("sum", "avg"):
+                yield _reduce_scatter(group, op, size, dtype)
+        yield _all_gather(group, size, dtype)
+        yield _broadcast(group, size, dtype)
+
+
+def _all_reduce(group: _Group, op: str, size: int, dtype: torch.dtype) -> ProbeResult:
+    def call() -> Tensor:
+        values = group.own_input(size, dtype)
+        dist.all_reduce(values, op=_reduce_op(op), group=group.group)
+        return values
+
+    return _result(f"all_reduce {op}", group, call, group.reduced(op, size), dtype)
+
+
+def _reduce_scatter(group: _Group, op: str, size: int, dtype: torch.dtype) -> ProbeResult:
+    def call() -> Tensor:
+        output = torch.zeros(size, dtype=dtype, device=group.device)
+        values = group.own_input(size * group.size, dtype)
+        dist.reduce_scatter_tensor(output, values, op=_reduce_op(op), group=group.group)
+        return output
+
+    own_part = group.reduced(op, size * group.size).chunk(group.size)[group.group_rank]
+    return _result(f"reduce_scatter {op}", group, call, own_part, dtype)
+
+
+def _all_gather(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
+    def call() -> Tensor:
+        outputs = [torch.zeros(size, dtype=dtype, device=group.device) for _ in range(group.size)]
+        dist.all_gather(outputs, group.own_input(size, dtype), group=group.group)
+        return torch.cat(outputs)
+
+    return _result("all_gather", group, call, inputs(group.size, size).flatten(), dtype)
+
+
+def _broadcast(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
+    """Broadcast from the group's last rank, whose number is the same among all ranks."""
+
+    def call() -> Tensor:
+        values = group.own_input(size, dtype)
+        dist.broadcast(values, src=group.size - 1, group=group.group)
+        return values
+
+    return _result("broadcast", group, call, inputs(group.size, size)[-1], dtype)
+
+
+def _reduce_op(name: str) -> Any:
+    return getattr(dist.ReduceOp, name.upper())
+
+
+def _result(
+    name: str, group: _Group, call: Callable[[], Tensor], expected: Tensor, dtype: torch.dtype
+) -> ProbeResult:
+    """Call the collective and compare what it returns with ``expected``.
+
+    Raises what the collective raises if a connection was lost or the time was over; any other
+    error counts as a refusal.
+    """
+    elements = len(expected) // (group.size if name == "all_gather" else 1)
+    dtype_name = str(dtype).removeprefix("torch.")
+    ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
+    collective = f"{name} of {elements} {dtype_name} on {ranks}"
+    try:
+        output = call().double().cpu()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        if isinstance(error, dist.DistNetworkError) or "timed out" in str(error).lower():
+            raise
+        return ProbeResult(collective, correct=False, refused=str(error).splitlines()[0])
+    # Dividing an integer by a power of two is exact. Any other average may be rounded on each rank.
+    exact = not dtype.is_floating_point or group.size & (group.size - 1) == 0
+    limit = 0.0 if exact else 4 * group.size * torch.finfo(dtype).eps
+    wrong = ~((output - expected).abs() <= limit)  # written so that NaN is wrong
+    if not bool(wrong.any()):
+        return ProbeResult(collective, correct=True)
+    detail = _difference(output, expected, first_wrong=int(wrong.int().argmax()))
+    return ProbeResult(collective, correct=False, detail=detail)
+
+
+def _difference(output: Tensor, expected: Tensor, first_wrong: int) -> str:
+    """How the output differs: by a factor if one explains it, otherwise the first wrong element."""
+    factor = float((output * expected).sum() / (expected * expected).sum())
+    if bool(((output - factor * expected).abs() <= 1e-2 * abs(factor)).all()):
+        return f"{factor:.4g} times the right answer"
+    return f"element {first_wrong} is {float(output[first_wrong]):g}, not " + (
+        f"{float(expected[first_wrong]):g}"
+    )
+
+
+# Checks that collectives give the right results, before a difference is blamed on the user's
+# loss.
+#
+# To probe is to run many collectives on ranks and compare the results. ``probe`` takes warm ranks
+# itself; ``probe_ranks`` and ``probe_ranks_once`` use ranks that the caller holds.
 
 __all__ = [
     "DEADLINE",
@@ -56,7 +260,7 @@ def probe_ranks_once(ranks: Ranks, layout: Layout, lane: Lane) -> tuple[ProbeRes
 
 
 def probe_ranks(
-    ranks: Ranks, deadline: float = DEADLINE, work: Callable[..., object] = probe_on_rank.run
+    ranks: Ranks, deadline: float = DEADLINE, work: Callable[..., object] = run
 ) -> tuple[ProbeResult, ...]:
     """Probe these ranks: one result per collective, wrong if it was wrong on any rank.
 

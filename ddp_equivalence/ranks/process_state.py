@@ -1,16 +1,32 @@
-"""Captures, compares and restores the state of a process that a case could hand on to the next."""
+"""The state of a process that a case could hand on to the next one, and how it is restored."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
+from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
-from ddp_equivalence.ranks import process_settings
-from ddp_equivalence.ranks.left_running import current_threads
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence.ranks import workers
+from ddp_equivalence.ranks.importable import is_in_installation_folder
+from ddp_equivalence.ranks.process_tree import children, has_children, process_name
+from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.ranks.users_line import counts_as_torch
+
+# Captures, compares and restores the state of a process that a case could hand on to the next.
 
 IGNORED_VARIABLES = (
     "PYTEST_",
@@ -45,7 +61,7 @@ def capture() -> ProcessState:
     _variables_by_import.clear()
     _settings_by_import.clear()
     return ProcessState(
-        settings=process_settings.read_all(),
+        settings=read_all(),
         environment=environment_variables(),
         import_path=tuple(sys.path),
         threads=current_threads(),
@@ -57,17 +73,17 @@ def restore(before: ProcessState) -> tuple[str, ...]:
 
     Random generators are not restored, since all code that uses them seeds them first.
     """
-    process_settings.apply(
+    apply(
         {
             name: before.settings[name]
             for name, value in _settings_by_import.items()
-            if name in before.settings and process_settings.SETTINGS[name].read() == value
+            if name in before.settings and SETTINGS[name].read() == value
         }
     )
     changes = [
         *_reported_changes,
         *_restore_environment(before),
-        *process_settings.restore(before.settings),
+        *restore_settings(before.settings),
     ]
     if sys.path != list(before.import_path):
         sys.path[:] = before.import_path
@@ -89,7 +105,7 @@ _settings_by_import: dict[str, Any] = {}
 @contextmanager
 def changed_by_import() -> Iterator[None]:
     """The block imports a library. What that changes is restored, and is no change of the step."""
-    variables, settings = environment_variables(), process_settings.read_all()
+    variables, settings = environment_variables(), read_all()
     try:
         yield
     finally:
@@ -97,7 +113,7 @@ def changed_by_import() -> Iterator[None]:
         for name in variables.keys() | after.keys():
             if variables.get(name) != after.get(name):
                 _variables_by_import[name] = after.get(name)
-        for setting, value in process_settings.read_all().items():
+        for setting, value in read_all().items():
             if settings[setting] != value:
                 _settings_by_import[setting] = value
 
@@ -166,3 +182,494 @@ def _restore_environment(before: ProcessState) -> list[str]:
     if len(names) > MAX_VARIABLES_NAMED:
         changes.append(f"{len(names) - MAX_VARIABLES_NAMED} more environment variables changed")
     return changes
+
+
+# The settings of a process that a case could hand on to the next one, such as the default dtype.
+#
+# A rank compares them before and after its work and restores them. It also takes some of them
+# over from the judging process.
+
+PRECISION_MODULES = {
+    "backends": ("generic", "all"),
+    "backends.cuda.matmul": ("cuda", "matmul"),
+    "backends.cudnn": ("cuda", "all"),
+    "backends.cudnn.conv": ("cuda", "conv"),
+    "backends.cudnn.rnn": ("cuda", "rnn"),
+    "backends.mkldnn": ("mkldnn", "all"),
+    "backends.mkldnn.matmul": ("mkldnn", "matmul"),
+    "backends.mkldnn.conv": ("mkldnn", "conv"),
+    "backends.mkldnn.rnn": ("mkldnn", "rnn"),
+}
+"""The modules in ``torch`` that have a setting ``fp32_precision``, and torch's own names for the
+backend and the operation of each. Source: torch/backends/__init__.py and the files beside it.
+"""
+
+
+@dataclass(frozen=True)
+class ProcessSetting:
+    """How to read one setting and how to write it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def read_all() -> dict[str, Any]:
+    """The value of every setting, by name."""
+    return {name: setting.read() for name, setting in SETTINGS.items()}
+
+
+def read_training_settings() -> dict[str, Any]:
+    """The settings in ``TRAINING_SETTINGS``, by name."""
+    return {name: SETTINGS[name].read() for name in TRAINING_SETTINGS}
+
+
+def apply(settings: Mapping[str, Any]) -> None:
+    """Give this process these settings."""
+    for name, value in settings.items():
+        if SETTINGS[name].read() != value:
+            SETTINGS[name].write(value)
+
+
+def restore_settings(before: Mapping[str, Any]) -> list[str]:
+    """Give this process these settings and return, as phrases, those that were different."""
+    now = {name: SETTINGS[name].read() for name in before}
+    if now == before:
+        return []
+    changed = [
+        f"{name} changed from {old} to {now[name]}"
+        for name, old in before.items()
+        if now[name] not in (old, "")  # "": it cannot be read now, and another setting shows why
+    ]
+    apply(before)
+    return changed
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "(deleted)"
+
+
+def _start_method() -> str:
+    """Multiprocessing's start method, without choosing the default one for good."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
+
+
+def _set_start_method(method: str) -> None:
+    default = multiprocessing.get_all_start_methods()[0]
+    multiprocessing.set_start_method(None if method == default else method, force=True)
+
+
+def _cuda_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _set_cuda_device(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _matmul_precision() -> str:
+    """The precision that torch's older function returns.
+
+    "" if that function raises, which it does if the setting of a single backend contradicts it.
+    """
+    try:
+        precision: str = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        precision = ""
+    return precision
+
+
+def _set_matmul_precision(precision: str) -> None:
+    if precision:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _precision_of(module: str) -> ProcessSetting:
+    """The float32 precision of one backend and operation.
+
+    Every case reads all of them several times. So they are read where the modules themselves read
+    them, which takes a fraction of the time. That function is private: a test fails if it changes.
+    """
+    read = partial(torch._C._get_fp32_precision_getter, *PRECISION_MODULES[module])
+
+    def write(value: str) -> None:
+        attrgetter(module)(torch).fp32_precision = value
+
+    return ProcessSetting(read, write)
+
+
+def _set_default_device(device: torch.device) -> None:
+    # None means the CPU too, but does not turn on the mode that slows down every call of torch.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+SETTINGS: dict[str, ProcessSetting] = {
+    "working folder": ProcessSetting(_working_folder, os.chdir),
+    "torch's default dtype": ProcessSetting(torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": ProcessSetting(torch.get_default_device, _set_default_device),
+    "torch's threads": ProcessSetting(torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": ProcessSetting(
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "torch's grad mode": ProcessSetting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's precision of float32 products": ProcessSetting(
+        _matmul_precision, _set_matmul_precision
+    ),
+    **{f"{name}.fp32_precision": _precision_of(name) for name in PRECISION_MODULES},
+    "cuDNN's benchmark": ProcessSetting(
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+    "autocast on the CPU": ProcessSetting(
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
+    "current CUDA device": ProcessSetting(_cuda_device, _set_cuda_device),
+    "multiprocessing's start method": ProcessSetting(_start_method, _set_start_method),
+}
+
+TRAINING_SETTINGS = (
+    "torch's default dtype",
+    "torch's deterministic algorithms",
+    "torch's precision of float32 products",
+    *(f"{name}.fp32_precision" for name in PRECISION_MODULES),
+    "cuDNN's benchmark",
+    "multiprocessing's start method",
+)
+"""The settings that a user's module may change when it is imported, in every training process.
+
+Ranks take them over from the judging process, so that they train as it would.
+"""
+
+
+# Which libraries for training a rank has imported: they may keep state from check to check.
+#
+# Accelerate, for example, keeps the precision of its first accelerator for all later ones of the
+# same process. The suite cannot take back what a library keeps in its own objects; new processes
+# can.
+
+NO_LIBRARIES = frozenset({"torch", "functorch", "torchgen", "triton", "ddp_equivalence"})
+"""Torch itself, whose state between checks is restored, its parts, and this package."""
+
+
+class Libraries:
+    """``of_earlier_work``: the libraries that were imported before the present work began."""
+
+    def __init__(self) -> None:
+        self.of_earlier_work: tuple[str, ...] = ()
+        self._at_start: frozenset[str] = frozenset(NO_LIBRARIES)
+        self._counted = 0
+        self._imported: tuple[str, ...] = ()
+
+    def start(self) -> None:
+        """What is imported now was imported for the rank itself."""
+        self._at_start = NO_LIBRARIES | {name.partition(".")[0] for name in list(sys.modules)}
+        self._counted = len(sys.modules)
+
+    def begin_work(self) -> None:
+        """Another piece of work begins."""
+        self.of_earlier_work = self.imported()
+
+    def imported(self) -> tuple[str, ...]:
+        """The libraries that any work has imported so far: installed packages that use torch."""
+        if self._counted != len(sys.modules):
+            self._counted = len(sys.modules)
+            users = {
+                name.partition(".")[0]
+                for name, module in list(sys.modules.items())
+                if name.partition(".")[0] not in self._at_start and _uses_torch(module)
+            }
+            self._imported = tuple(sorted(filter(_is_installed, users)))
+        return self._imported
+
+
+def _uses_torch(module: Any) -> bool:
+    torch = sys.modules["torch"]
+    # Compared by identity: some values raise if they are compared, such as one of zoneinfo's.
+    return isinstance(module, ModuleType) and any(
+        value is torch for value in list(vars(module).values())
+    )
+
+
+def _is_installed(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(file, str) and is_in_installation_folder(file)
+
+
+libraries = Libraries()
+"""Those of this process, if it is a rank."""
+
+
+# Finds the threads and child processes that a step has left running on its rank.
+
+KEPT_THREAD_CLASSES = ("TMonitor",)
+"""Classes of threads that a library keeps until the process ends. TMonitor is tqdm's."""
+
+KEPT_THREAD_MODULES = (
+    "torch._inductor.",
+    "concurrent.futures.process",
+    "multiprocessing.resource_sharer",
+)
+"""Prefixes of modules whose threads stay on purpose. Torch's compiler lets them wait for work, and
+multiprocessing lets one wait for processes that ask for a tensor's memory."""
+
+KEPT_CHILDREN = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+"""Parts of the command lines of child processes that their libraries keep on purpose."""
+
+ENDING_THREAD_MODULES = ("multiprocessing.", "concurrent.futures.")
+"""Prefixes of modules whose threads end by themselves soon after the queue or pool is closed."""
+
+ENDING_TIMEOUT = 1.0
+"""Seconds that such threads, and multiprocessing's child processes, get to end."""
+
+LOADER_WORKER = "pt_data_worker"
+"""The name that torch gives to a DataLoader's worker processes."""
+
+
+def current_threads() -> frozenset[int | None]:
+    """The idents of all threads of this process that Python knows."""
+    return frozenset(thread.ident for thread in threading.enumerate())
+
+
+def left_running(threads_before: Set[int | None]) -> tuple[str, ...]:
+    """The new threads, and all child processes, as phrases.
+
+    Nothing can end them cleanly, so the caller must replace the rank. Threads and processes that
+    libraries keep on purpose are left out, and so are those that are about to end.
+    """
+    until = time.monotonic() + ENDING_TIMEOUT
+    while True:
+        threads = _threads(threads_before)
+        started = workers.wait_for_ended() if has_children() else []
+        processes = _processes(started) if has_children() else []
+        may_end = started or any(map(_may_end, threads))
+        if not (threads or processes):
+            workers.stop_own_server()
+        if not (threads or processes) or not may_end or time.monotonic() > until:
+            return (*(f"thread {thread.name!r} left running" for thread in threads), *processes)
+        time.sleep(0.01)
+
+
+def _threads(before: Set[int | None]) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.ident not in before and not _is_kept(thread)
+    ]
+
+
+def _processes(started: Iterable[Any]) -> list[str]:
+    """All child processes, as phrases. ``started``: those that multiprocessing knows."""
+    found = children(os.getpid())
+    server = workers.own_server()
+    if server is not None:
+        del found[server]
+        found |= children(server)
+    names = {process.pid: process.name for process in started}
+    return [
+        f"child process {pid} left running ({_description(pid, command, names.get(pid))})"
+        for pid, command in found.items()
+        if not any(kept in command for kept in KEPT_CHILDREN)
+    ]
+
+
+def _description(pid: int, command: str, name: str | None) -> str:
+    """``name``: the name that multiprocessing gave the process, None if it did not start it.
+
+    The command line of a process that was forked is that of its rank, which would say nothing.
+    """
+    if process_name(pid) == LOADER_WORKER:
+        return "a worker of a DataLoader, which lives as long as its iterator"
+    if name is not None:
+        return f"{name}, started with multiprocessing"
+    return command[:80] or "ended, but nobody waited for it"
+
+
+def _module(thread: threading.Thread) -> str:
+    """The module of the function that the thread runs, or of its class if that has its own."""
+    target = getattr(thread, "_target", None)
+    return getattr(type(thread) if target is None else target, "__module__", None) or ""
+
+
+def _may_end(thread: threading.Thread) -> bool:
+    """True if the thread has returned from its function, or serves a queue or a pool."""
+    has_returned = not hasattr(thread, "_target")  # threading then deletes the attribute
+    return has_returned or _module(thread).startswith(ENDING_THREAD_MODULES)
+
+
+def _is_kept(thread: threading.Thread) -> bool:
+    # A thread that C++ code has started appears here once it has run any Python code.
+    if isinstance(thread, threading._DummyThread):
+        return True
+    if _module(thread).startswith(KEPT_THREAD_MODULES):
+        return True
+    if type(thread).__name__ in KEPT_THREAD_CLASSES:
+        return True
+    return thread in _compiler_threads()
+
+
+def _compiler_threads() -> Set[threading.Thread]:
+    """The threads of the pool in which torch's compiler works, if it has made the pool already."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    pool = getattr(getattr(compiler, "AsyncCompile", None), "pool", None)
+    cache_info = getattr(pool, "cache_info", None)
+    if pool is None or cache_info is None or not cache_info().currsize:
+        return frozenset()
+    return getattr(pool(), "_threads", frozenset())
+
+
+# In which precision a GPU multiplies float32: NVIDIA's TF32 keeps 10 bits of its mantissa.
+
+TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+"""With 0 in this variable, NVIDIA's libraries never use TF32, whatever torch allows."""
+
+
+def torchs_precision() -> tuple[str, str]:
+    """Torch's setting for products and for convolutions, such as ``tf32`` or ``ieee``."""
+    import torch
+
+    read = attrgetter("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision")
+    products, convolutions = read(torch.backends)
+    return products, convolutions
+
+
+# Lets a step start and end the process group as a script does, though its rank has one.
+
+FUNCTIONS = ("init_process_group", "destroy_process_group")
+
+
+class _GroupOfAScript:
+    """The group of a rank while a step runs, as the step sees it.
+
+    The first ``init_process_group`` of the step keeps the group that the rank has, whatever backend
+    it asks for: that of the lane is used. After ``destroy_process_group`` there is none, as far as
+    the step can see, until it starts one again.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._world: Any = dist.group.WORLD
+        self._groups = {id(group) for group in _groups()}
+        self.was_started = False
+
+    def can_be_started(self) -> bool:
+        """True if a script would have no group now."""
+        return not self.was_started or dist.group.WORLD is None
+
+    def start(self, rank: int, world_size: int) -> str:
+        """Returns what is wrong if the script asks for another rank or number of ranks, else ""."""
+        for name, asked, own in (
+            ("rank", rank, self._rank.rank),
+            ("world_size", world_size, self._rank.world_size),
+        ):
+            if asked not in (-1, own):
+                return (
+                    f"init_process_group({name}={asked}) on a rank that has {name} {own}: leave "
+                    f"{name} out, or take it from the argument rank of the step"
+                )
+        self.was_started = True
+        self.set_world(self._world)
+        return ""
+
+    def end(self, destroy: Any) -> None:
+        """Hide the rank's group, and destroy those that the step has made with ``destroy``."""
+        if not self.was_started:
+            _report_early_destruction()
+        for group in _groups():
+            if group is not self._world and id(group) not in self._groups:
+                destroy(group)
+        self.set_world(None)
+
+    def set_world(self, group: object) -> None:
+        member: Any = dist.GroupMember
+        member.WORLD = group
+
+    def restore(self) -> None:
+        self.set_world(self._world)
+
+
+_current: list[_GroupOfAScript] = []
+"""The group of the step that runs now, if one runs."""
+
+
+@contextmanager
+def as_a_script_has_them(rank: Rank) -> Iterator[None]:
+    """In the block, a step may call ``init_process_group`` and ``destroy_process_group``.
+
+    It finds the group of the rank initialised at first, so that it may also do without these calls.
+    Afterwards the rank has its group again.
+    """
+    originals = {name: getattr(dist, name) for name in FUNCTIONS}
+    replace_functions()
+    _current.append(_GroupOfAScript(rank))
+    try:
+        yield
+    finally:
+        _current.pop().restore()
+        for name, function in originals.items():
+            _set(name, function)
+
+
+def replace_functions() -> None:
+    """Replace torch's two functions by ones that ask whether a step runs.
+
+    A process that is nothing but a rank does this before it imports modules of the user, which may
+    take the functions out of ``torch.distributed`` by name. Without a step they are torch's own.
+    """
+    if hasattr(dist.init_process_group, "__of_a_script__"):
+        return
+    init, destroy = (getattr(dist, name) for name in FUNCTIONS)
+
+    @wraps(init)
+    @counts_as_torch
+    def init_process_group(*arguments: Any, **keywords: Any) -> None:
+        if not _current or not _current[-1].can_be_started():
+            init(*arguments, **keywords)  # torch says what is wrong with a second call
+            return
+        # init_process_group(backend, init_method, timeout, world_size, rank, ...)
+        given = dict(zip(("world_size", "rank"), arguments[3:5], strict=False)) | keywords
+        wrong = _current[-1].start(int(given.get("rank", -1)), int(given.get("world_size", -1)))
+        if wrong:
+            raise ValueError(wrong)
+
+    @wraps(destroy)
+    @counts_as_torch
+    def destroy_process_group(group: Any = None) -> None:
+        world = dist.group.WORLD
+        if not _current or world is None or group not in (None, world):
+            destroy(group)
+            return
+        _current[-1].end(destroy)
+
+    for name, function in zip(FUNCTIONS, (init_process_group, destroy_process_group), strict=True):
+        function.__of_a_script__ = True  # type: ignore[attr-defined]
+        _set(name, function)
+
+
+def _set(name: str, function: Any) -> None:
+    setattr(dist, name, function)
+    setattr(dist.distributed_c10d, name, function)
+
+
+def _groups() -> list[Any]:
+    """The process groups that exist. The map is private in torch; without it none is known."""
+    return list(getattr(dist.distributed_c10d._world, "pg_map", {}))
+
+
+def _report_early_destruction() -> None:
+    """Report a step that destroys the group it was given while a DDP object still uses it.
+
+    In torch 2.13 such a DDP object can deadlock the process when it is freed: its destructor waits
+    for a thread that needs the global interpreter lock, which the destructor holds. Ranks avoid
+    this by keeping their group.
+    """
+    if any(isinstance(value, DistributedDataParallel) for value in gc.get_objects()):
+        report_change(
+            "process group destroyed while a DistributedDataParallel was alive: torch 2.13 "
+            "deadlocks when that wrapper is freed later, so delete the wrapper first"
+        )

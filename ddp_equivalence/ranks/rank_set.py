@@ -1,26 +1,142 @@
-"""A set of ranks: starts the processes, submits work to them, collects results, stops them."""
+"""A set of ranks: starts the processes, submits work to them, collects results, and stops them."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import socket
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from ddp_equivalence.case.layouts import Layout, RankPlace
-from ddp_equivalence.ranks import messages, process_tree
-from ddp_equivalence.ranks.deadline import Deadline
+from ddp_equivalence.ranks import messages, pickling, process_state, process_tree, rank_process
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
+from ddp_equivalence.ranks.deadlines import Deadline
 from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE, process_group_environment
-from ddp_equivalence.ranks.failure import RankEnd
-from ddp_equivalence.ranks.join_group import StartArguments
+from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks, visible_devices
-from ddp_equivalence.ranks.listen import listen
+from ddp_equivalence.ranks.messages import describe_exception, is_describing_exception
+from ddp_equivalence.ranks.pickling import pickled_by_value_for_workers
+from ddp_equivalence.ranks.process import OtherRanks, StartArguments, join_group, rank_environment
+from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_process import RankProcess
 from ddp_equivalence.ranks.server import empty_main_module, start_server
 from ddp_equivalence.ranks.user_modules import carried
+
+# Listens to all ranks at once until each of them has sent its last message.
+#
+# Every wait has a deadline, and watches the processes as well as the pipes. A rank that dies or
+# hangs therefore becomes part of an error and never makes the run hang.
+
+GRACE = 1.0
+"""Seconds that the other ranks get after the first failure, to report what happened to them."""
+
+POLL_INTERVAL = 0.25
+"""Seconds between two checks of how much output the ranks have written."""
+
+
+def listen(
+    ranks: Mapping[int, RankProcess], last_message: str, deadline: Deadline
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield (rank, kind, payload) of every message, until each rank has sent ``last_message``.
+
+    Raises RankFailed, or RanksTimedOut at the deadline.
+    """
+    ends: dict[int, RankEnd] = {}
+    waiting = dict(ranks)
+    while waiting:
+        ready = _wait(waiting, deadline)
+        if not ready:
+            raise _failure(ends, waiting, deadline.within)
+        for number, rank in ready.items():
+            message, end = _next_message(rank)
+            if message is not None:
+                kind, payload = message
+                if kind == messages.RAISED:
+                    end = rank_process.raised(rank, payload)
+                else:
+                    yield number, kind, payload
+                    end = rank_process.finished(rank) if kind == last_message else None
+            if end is not None:
+                ends[number] = end
+                del waiting[number]
+                if end.failed and deadline.left() > GRACE:
+                    grace = f"within {GRACE:g} s of the first failure"
+                    deadline = Deadline(time.monotonic() + GRACE, grace)
+    if any(end.failed for end in ends.values()):
+        raise _failure(ends, waiting, deadline.within)
+
+
+def _wait(waiting: Mapping[int, RankProcess], deadline: Deadline) -> dict[int, RankProcess]:
+    """Wait until ranks have sent a message, ended, or printed too much; {} at the deadline."""
+    watched = [rank.connection for rank in waiting.values()]
+    watched += [rank.process.sentinel for rank in waiting.values()]
+    while (left := deadline.left()) > 0:
+        heard_of = wait(watched, min(left, POLL_INTERVAL))
+        ready = {
+            number: rank
+            for number, rank in waiting.items()
+            if rank.connection in heard_of
+            or rank.process.sentinel in heard_of
+            or rank.wrote_too_much()
+        }
+        if ready:
+            return ready
+    return {}
+
+
+def _next_message(rank: RankProcess) -> tuple[tuple[str, Any] | None, RankEnd | None]:
+    """(message, None) if the rank has sent a message, (None, end) if it can send no more.
+
+    (None, None) if the rank still works and has sent no new message.
+    """
+    try:
+        if rank.connection.poll():
+            return messages.receive(rank.connection), None
+        if rank.wrote_too_much():
+            return None, rank_process.wrote_too_much(rank)
+        if rank.is_alive() or rank.connection.poll():
+            return None, None
+    except BlockingIOError:  # it hangs in the middle of a message
+        return None, rank_process.still_running([rank])[rank.row.rank]
+    except (EOFError, OSError):
+        pass
+    return None, rank_process.died(rank)
+
+
+def _failure(
+    ends: Mapping[int, RankEnd], waiting: Mapping[int, RankProcess], deadline: str
+) -> RankFailed:
+    """The error, with the end of every rank. Ranks in ``waiting`` are asked where they are."""
+    running = rank_process.still_running(waiting.values())
+    for number, end in running.items():
+        # Such a rank has raised, and needs a moment to read the source lines of its traceback.
+        if is_describing_exception(end.detail):
+            running[number] = _wait_for_exception(waiting[number]) or end
+    return messages.failure({**ends, **running}.values(), deadline)
+
+
+def _wait_for_exception(rank: RankProcess) -> RankEnd | None:
+    """Wait for a rank that is about to report what it has raised."""
+    with suppress(OSError):
+        rank.connection.poll(GRACE)
+    message, end = _next_message(rank)
+    if message is not None and message[0] == messages.RAISED:
+        end = rank_process.raised(rank, message[1])
+    return end
+
+
+# A set of ranks: starts the processes, submits work to them, collects results, stops them.
 
 START_TIMEOUT = 120.0
 """Seconds that ranks have to join their group. The first ones also wait for torch's import."""
@@ -249,3 +365,303 @@ class RankSet:
         process_tree.kill(descendants)
         # A process that has left its rank's tree still has the rank's environment.
         process_tree.kill(process_tree.with_variable(RANK_SET_VARIABLE, self.token))
+
+
+# A set of ranks in which rank 0 is the judging process itself, so that a debugger works there.
+#
+# It serves to debug a step. In every other set each rank is a process of its own, and the judging
+# process never joins a process group.
+
+COLLECTIVE_TIMEOUT = 24 * 3600.0
+"""Seconds that the other ranks wait in a collective while a user debugs rank 0."""
+
+_destroyed_groups: list[object] = []
+"""Groups of stopped rank sets. They are kept, as freeing one can deadlock torch 2.13."""
+
+
+class InProcessRankSet(RankSet):
+    """Rank 0 works in this process, without a deadline; its exceptions are not wrapped.
+
+    The process is a member of the group only while rank 0 works. All other code here, such as the
+    user's batch, finds no group, as in every process that judges.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        lane: Lane,
+        collective_timeout: float,
+        environment: tuple[tuple[str, str], ...] | None = None,
+        devices: tuple[str, ...] | None = None,
+        method: str = "forkserver",
+    ) -> None:
+        super().__init__(layout, lane, COLLECTIVE_TIMEOUT, environment, devices, method)
+        self._longest_collective = collective_timeout
+        self._rank_0: Rank | None = None
+        self._group: object = None
+        self._rank_0_environment: dict[bytes, bytes] = {}
+        self._work = b""
+
+    def submit(self, work: bytes) -> None:
+        """Send the work to the other ranks. Rank 0 begins to work when ``collect`` is called."""
+        self._work = work
+        super().submit(work)
+
+    def collect(self, deadline: float) -> Iterator[tuple[int, Any]]:
+        """Do the work of rank 0, while a thread collects the results of the other ranks.
+
+        After rank 0 has finished, the others get ``deadline`` seconds. Raises RankFailed or
+        RanksTimedOut if another rank fails, or has finished and rank 0 still waits for it.
+        """
+        others = OtherRanks(self.collect_until)
+        guard = Rank0Guard(self._kill_others, others.have_finished, self._longest_collective)
+        complete = False
+        try:
+            yield from ((0, result) for result in self._work_of_rank_0())
+            guard.stop()
+            yield from others.collect(deadline)
+            complete = True
+        except Exception as error:
+            guard.stop()
+            failure = self._failure(error, others, guard.broken)
+            if failure is None:
+                raise
+            raise failure from error
+        finally:
+            guard.stop()
+            if not complete:
+                self._kill_others()
+                others.wait_until_killed()
+
+    def _work_of_rank_0(self) -> Iterator[Any]:
+        _, by_value, body = pickling.split(self._work)
+        outside = process_state.capture()
+        process_state.set_environment({**outside.environment, **self._rank_0_environment})
+        before = process_state.capture()
+        try:
+            # The user's modules are those of this process, so there is nothing to edit in them.
+            function, argument, _ = pickling.loads(by_value, body)
+            with self._in_group(), pickled_by_value_for_workers():
+                yield from function(self._rank_0, argument)
+            changed = process_state.restore(before)
+            if changed:
+                self.changed[0] = changed
+        finally:
+            process_state.restore(outside)
+
+    def _failure(
+        self, error: Exception, others: OtherRanks, others_killed: bool
+    ) -> RankFailed | None:
+        """The failure of all ranks; None if ``error`` is an exception of rank 0 alone.
+
+        ``others_killed``: the guard has killed the other ranks, since rank 0 still waited for them
+        after they had finished.
+        """
+        within = others.deadline.within
+        if isinstance(error, RankFailed) and error.ends:  # rank 0 itself has finished
+            return messages.failure([self.rank_end(0, "finished"), *error.ends], within)
+        described = describe_exception(error)
+        if not messages.was_left_waiting(described.what):
+            return None
+        of_others = others.failure()
+        if of_others is None and not others_killed:
+            return None
+        what = described.what
+        ends: Sequence[RankEnd] = of_others.ends if of_others is not None else ()
+        if not ends:
+            ends = [self.rank_end(row.rank, "finished") for row in self._rows_to_start()]
+            seconds = f"{self._longest_collective:g} s"
+            what = f"still waited {seconds} after all other ranks had finished their work"
+        rank_0 = replace(
+            self.rank_end(0, "exception", what),
+            detail=described.traceback,
+            line=described.line,
+            at=described.at,
+            last=described.last,
+            waits=True,
+        )
+        return messages.failure([rank_0, *ends], within)
+
+    def _kill_others(self) -> None:
+        self.broken = True
+        for rank in self._ranks.values():
+            rank.kill()
+
+    def stop(self) -> None:
+        """Stop the other ranks, and leave the process group."""
+        super().stop()
+        gc.collect()  # this frees DDP objects that are part of a reference cycle
+        if self._group is not None:
+            _destroyed_groups.append(self._group)
+            if self._is_known():  # else the user's code has ended all groups
+                self._leave_group()
+        self._rank_0 = self._group = None
+
+    def _leave_group(self) -> None:
+        """Leave the group that the other ranks have left by ending.
+
+        On NCCL all ranks of a host have to call ncclCommDestroy, or it hangs; for ncclCommAbort
+        those that still run are enough (NVIDIA's documentation of both).
+        """
+        if dist.group.WORLD is not None:  # a group of the user's own, which stays
+            dist.destroy_process_group(self._group)  # type: ignore[arg-type]
+            return
+        with self._in_group():
+            if self.lane.backend in NCCL_BACKENDS:
+                dist.distributed_c10d._abort_process_group()  # private: a test fails if it changes
+            else:
+                dist.destroy_process_group()
+
+    def is_alive(self) -> bool:
+        """Also that the user's code has not started or ended a process group here meanwhile."""
+        return super().is_alive() and dist.group.WORLD is None and self._is_known()
+
+    def _is_known(self) -> bool:
+        """True if torch still has the group. The map is private in torch; without it, it has."""
+        known = getattr(dist.distributed_c10d._world, "pg_map", None)
+        return known is None or self._group in known
+
+    def _rows_to_start(self) -> Sequence[RankPlace]:
+        return self.layout.rows[1:]
+
+    def _join_group(self) -> None:
+        before, outside = process_state.capture(), dist.group.WORLD
+        try:
+            self._rank_0 = join_group(self._start_arguments(self.layout.rows[0]), self._pass_port)
+            self._rank_0_environment = rank_environment()
+        finally:
+            if dist.group.WORLD is not outside:
+                self._group = dist.group.WORLD
+            _set_world(outside)
+            process_state.restore(before)
+        super()._join_group()
+
+    @contextmanager
+    def _in_group(self) -> Iterator[None]:
+        """In the block, the group of the ranks is this process's default group."""
+        outside = dist.group.WORLD
+        _set_world(self._group)
+        try:
+            yield
+        finally:
+            _set_world(outside)
+
+    def _pass_port(self, port: int | None) -> int:
+        assert port is not None  # rank 0 has opened the store
+        self._send_port(port)
+        return port
+
+
+def _set_world(group: object) -> None:
+    member: Any = dist.GroupMember
+    member.WORLD = group
+
+
+# A thread that ends the collective in which rank 0 waits in vain, when rank 0 is this process.
+#
+# A thread that waits in a collective cannot run any Python code, so neither Ctrl-C nor a timeout
+# reaches it. What ends the wait is the end of the other ranks: the backend then loses its
+# connections and raises an error.
+
+INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
+"""The signals whose handlers usually raise an exception. Timeouts use SIGALRM."""
+
+GUARD_INTERVAL = 0.1
+"""Seconds between two looks at what rank 0 does."""
+
+INTERRUPT_TIMEOUT = 0.3
+"""If rank 0 has not moved for so many seconds after a signal, its handler cannot run."""
+
+
+CPU_SECONDS = 0.01
+"""A thread that computes for less than this, between two looks, is taken to wait."""
+
+
+class Rank0Guard:
+    """Watches the thread that makes it, until ``stop`` is called.
+
+    ``break_collective`` is called, once, if that thread waits inside torch and a signal cannot
+    reach it, or if it has waited for ``longest`` seconds after the ``others_finished``. It is not
+    called while the thread runs other code, such as a debugger. ``broken``: it was called.
+    """
+
+    def __init__(
+        self,
+        break_collective: Callable[[], None],
+        others_finished: Callable[[], bool],
+        longest: float,
+    ) -> None:
+        self._break_collective = break_collective
+        self._others_finished = others_finished
+        self._longest = longest
+        self._watched = threading.get_ident()
+        self._stopping = False
+        self._place: tuple[int, int] | None = None
+        self._computed = 0
+        self._since = 0.0
+        self._interrupted = False
+        self.broken = False
+        self._ours, self._signals = socket.socketpair()
+        self._ours.settimeout(GUARD_INTERVAL)
+        self._signals.setblocking(False)
+        self._former: int | None = None
+        if threading.current_thread() is threading.main_thread():
+            # Python's handler in C, which always runs, writes the number of each signal to it.
+            descriptor = self._signals.fileno()
+            self._former = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="rank 0 guard", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching. The thread that is watched must call it, and may call it again."""
+        former, self._former = self._former, None
+        if former is not None:
+            signal.set_wakeup_fd(former)
+        self._stopping = True
+        self._thread.join()
+        self._ours.close()
+        self._signals.close()
+
+    def _watch(self) -> None:
+        while not self._stopping:
+            with suppress(TimeoutError):
+                self._note_signals(self._ours.recv(4096))
+            if self._waits_in_vain():
+                self.broken = True
+                self._break_collective()
+                return
+
+    def _note_signals(self, numbers: bytes) -> None:
+        former = self._former
+        if former is not None and former >= 0:  # somebody else wants to know of signals too
+            with suppress(OSError):
+                os.write(former, numbers)
+        if any(number in INTERRUPTING for number in numbers):
+            self._interrupted = True
+            self._place, self._since = self._place_in_torch(), time.monotonic()
+
+    def _waits_in_vain(self) -> bool:
+        place, computed = self._place_in_torch(), self._cpu_time()
+        if place is None or place != self._place:
+            self._interrupted = False  # it has run Python code, and with it the signal's handler
+        if place is None or (place, computed) != (self._place, self._computed):
+            self._place, self._computed, self._since = place, computed, time.monotonic()
+            return False
+        seconds = time.monotonic() - self._since
+        if self._interrupted and seconds > INTERRUPT_TIMEOUT:
+            return True
+        return seconds > self._longest and self._others_finished()
+
+    def _place_in_torch(self) -> tuple[int, int] | None:
+        """Where in torch's Python code the thread is; None if it is somewhere else."""
+        frame = sys._current_frames().get(self._watched)
+        if frame is None or f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
+            return None
+        return id(frame), frame.f_lasti
+
+    def _cpu_time(self) -> int:
+        """How long the thread has computed. It does not grow while the thread waits."""
+        if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+            return 0
+        computed = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
+        return int(computed / CPU_SECONDS)

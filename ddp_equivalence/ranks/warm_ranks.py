@@ -1,35 +1,36 @@
-"""Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
-
-Two cases can use the same set if their RankSetKeys are equal.
-"""
+"""Warm ranks: sets of ranks that are kept running, used again, and replaced after any failure."""
 
 from __future__ import annotations
 
 import atexit
 import errno
 import os
+import resource
+import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
-from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.case.layouts import Layout, parse
+from ddp_equivalence.ranks import Rank, lanes, pickling
+from ddp_equivalence.ranks.collectives import new_collectives
+from ddp_equivalence.ranks.deadlines import one_at_a_time
 from ddp_equivalence.ranks.environment import process_group_environment
-from ddp_equivalence.ranks.failed_starts import failed_starts
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpu_room import gpu_room, lack_of
-from ddp_equivalence.ranks.idle_sets import (
-    DESCRIPTORS_PER_RANK,
-    Environment,
-    IdleSets,
-    RankSetKey,
-)
-from ddp_equivalence.ranks.in_process import InProcessRankSet
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices
-from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
-from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.gpu_room import Lack, gpu_room, lack_of, processes_by_gpu
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, failed_starts, first_device
+from ddp_equivalence.ranks.rank_set import InProcessRankSet, RankSet
 from ddp_equivalence.ranks.server import start_method
-from ddp_equivalence.ranks.xdist_locks import Devices, xdist_locks
+from ddp_equivalence.ranks.user_modules import carried
+
+# Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
+#
+# Two cases can use the same set if their RankSetKeys are equal.
 
 DESCRIPTORS_TO_START = 16
 """While the ranks of a set start, this many file descriptors are needed in addition."""
@@ -213,3 +214,326 @@ def warm_ranks() -> WarmRanks:
     atexit.register(ranks.stop)
     os.register_at_fork(after_in_child=ranks.forget)
     return ranks
+
+
+# The sets of ranks that are idle, and when they have to leave.
+#
+# They leave for other ranks of the run: where processes or file descriptors are scarce, and where
+# a GPU has no room for more. The sets that were idle longest leave first.
+
+MAX_IDLE_RANKS = 48
+"""At most this many processes are kept idle. The sets that were idle longest are stopped first."""
+
+DESCRIPTORS_PER_RANK = 6
+"""File descriptors of the judging process: two pipes, two files, a sentinel, and one to spare."""
+
+_of_the_parent: list[object] = []
+"""In a fork: what belongs to the process that forked."""
+
+Environment = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class RankSetKey:
+    """Cases with equal keys can use the same set of ranks.
+
+    ``method``: how the ranks are started. ``in_process``: rank 0 is the judging process.
+    """
+
+    layout: Layout
+    lane: Lane
+    collective_timeout: float
+    environment: Environment
+    method: str
+    in_process: bool = False
+
+    def processes_on(self, devices: Devices) -> Counter[str]:
+        """GPU -> the number of processes that such a set has there, on the GPUs that it was given.
+
+        It is empty on the CPU.
+        """
+        return processes_by_gpu(self.layout, self.lane, devices)
+
+
+class IdleSets:
+    """Sets of ranks that wait for work, and the GPUs that each of them was given."""
+
+    def __init__(self) -> None:
+        self._sets: dict[tuple[RankSetKey, Devices], RankSet] = {}
+
+    def keep(self, key: RankSetKey, devices: Devices, rank_set: RankSet) -> None:
+        """Keep a set that has done its work."""
+        self._sets[key, devices] = rank_set
+
+    def take(self, key: RankSetKey, devices: Devices) -> RankSet | None:
+        """Take the set out, so that it can work; None if there is none that still can."""
+        rank_set = self._sets.pop((key, devices), None)
+        if rank_set is None:
+            return None
+        outdated = rank_set.modules_version != carried.version()
+        if outdated or not rank_set.is_alive():  # a rank died while it was idle
+            rank_set.broken = True
+            rank_set.stop()
+            return None
+        return rank_set
+
+    def devices_of(self, key: RankSetKey) -> list[Devices]:
+        """The GPUs of the sets that can be used for this key."""
+        return [devices for idle_key, devices in self._sets if idle_key == key]
+
+    def sets(self) -> list[RankSet]:
+        """All sets, first the one that was idle longest."""
+        return list(self._sets.values())
+
+    def make_room(self, key: RankSetKey, devices: Devices) -> None:
+        """Stop idle sets until there are few enough ranks with those of the new set."""
+        most = min(MAX_IDLE_RANKS, _max_ranks())
+        while self._sets and self._count() + key.layout.world_size > most:
+            self.stop_oldest()
+        if key.in_process:  # this process can be a rank of only one set at a time
+            for idle_key in [idle_key for idle_key in self._sets if idle_key[0].in_process]:
+                self._sets.pop(idle_key).stop()
+        for gpu, processes in key.processes_on(devices).items():
+            most = gpu_room().most_on(gpu)
+            while (idle := self._idle_on(gpu)) and sum(idle.values()) + processes > most:
+                self._sets.pop(next(iter(idle))).stop()
+
+    def leave_gpus(self, key: RankSetKey, devices: Devices, error: RankFailed) -> bool:
+        """Stop the idle sets that share GPUs with ranks for which these had no room.
+
+        False if the ranks failed for another reason, or if there is no such set.
+        """
+        lack, gpus = lack_of(error), key.processes_on(devices)
+        if lack is Lack.PLACE:
+            for gpu in gpus:
+                gpu_room().note_exclusive(gpu)
+        sharing = [idle for idle in self._sets if lack and gpus & idle[0].processes_on(idle[1])]
+        for idle in sharing:
+            self._sets.pop(idle).stop()
+        return bool(sharing)
+
+    def leave_where(self, is_needed: Callable[[str], bool]) -> None:
+        """Stop the sets on GPUs of which this is true."""
+        for idle in list(self._sets):
+            if any(map(is_needed, idle[0].processes_on(idle[1]))):
+                self._sets.pop(idle).stop()
+
+    def stop_oldest(self) -> bool:
+        """Stop the set that was idle longest; False if there is none."""
+        if not self._sets:
+            return False
+        self._sets.pop(next(iter(self._sets))).stop()
+        return True
+
+    def stop(self) -> None:
+        """Stop all sets."""
+        while self._sets:
+            _, rank_set = self._sets.popitem()
+            rank_set.stop()
+
+    def forget(self) -> None:
+        """Forget all sets, in a fork of the process that has started them.
+
+        They are not freed: the process group of rank 0 in process would wait for its threads, which
+        no fork has.
+        """
+        _of_the_parent.append(self._sets)
+        self._sets = {}
+
+    def _idle_on(self, gpu: str) -> dict[tuple[RankSetKey, Devices], int]:
+        """The idle sets on this GPU, with their processes there; first that idle longest."""
+        found = {idle_key: idle_key[0].processes_on(idle_key[1])[gpu] for idle_key in self._sets}
+        return {idle_key: processes for idle_key, processes in found.items() if processes}
+
+    def _count(self) -> int:
+        return sum(rank_set.layout.world_size for rank_set in self._sets.values())
+
+
+def _max_ranks() -> int:
+    """The number of ranks for which half of this process's file descriptors suffice."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_IDLE_RANKS
+    return limit // 2 // DESCRIPTORS_PER_RANK
+
+
+# Shares out CPU cores and GPUs between the workers of one pytest-xdist run.
+#
+# A worker takes one core or one GPU for each rank. To take one it binds a name in Linux's
+# abstract socket namespace. No other process can bind the same name, and the name is free again
+# as soon as the worker ends, however it ends. Nothing is sent through the socket, and no file is
+# left.
+#
+# While a worker waits for cores or GPUs, it holds a lock called "turn", and no other worker can
+# take any. Otherwise cases with few ranks could make a case with many ranks wait forever.
+
+POLL_INTERVAL = 0.003
+"""Seconds between two attempts to take a lock."""
+
+RUN_ID_VARIABLE = "PYTEST_XDIST_TESTRUNUID"
+"""pytest-xdist sets this variable in its workers, to the same value for all workers of a run."""
+
+Devices = tuple[str, ...]
+
+
+class XdistLocks:
+    """The locks of one run. ``run_id`` is the same in all processes that share them."""
+
+    def __init__(self, run_id: str, cores: int, devices: Devices) -> None:
+        self._run_id = run_id
+        self._cores = tuple(f"core {number}" for number in range(cores))
+        self._devices = devices
+        self._asked_for = ExitStack()
+        atexit.register(self._asked_for.close)
+
+    @contextmanager
+    def hold(
+        self,
+        layout: Layout,
+        lane: Lane,
+        preferred: Sequence[Devices] = (),
+        while_waiting: Callable[[], object] = lambda: None,
+    ) -> Iterator[Devices]:
+        """Take one core or GPU per rank, or all if there are fewer, and hold them inside the block.
+
+        Yields the GPUs, as CUDA_VISIBLE_DEVICES names them, or () on the CPU. ``preferred``: the
+        GPUs of ranks that are already running, which are taken first if they are free.
+        ``while_waiting`` is called again and again while they are not.
+        """
+        on_gpu = lane.device_type == "cuda"
+        names = self._devices if on_gpu else self._cores
+        # nn.DataParallel is a single process that drives several GPUs, so it takes all of them.
+        takes_all = lane.drives_all_gpus
+        wanted = layout.world_size * lane.gpus_per_rank
+        wanted = len(names) if takes_all else min(wanted, len(names))
+        with ExitStack() as locks:
+            with self._turn(while_waiting):
+                first = [name for devices in preferred for name in devices]
+                start = first_device(layout, lane, len(names)) if on_gpu else 0
+                ordered = sorted(
+                    names,
+                    key=lambda name: (name not in first, (names.index(name) - start) % len(names)),
+                )
+                taken = self._take(locks, ordered, wanted, while_waiting)
+            yield tuple(name for name in names if name in taken) if on_gpu else ()
+
+    def ask_for(self, devices: Iterable[str]) -> None:
+        """Ask all workers to keep no idle ranks on these GPUs from now on.
+
+        A worker that no longer runs asks for nothing.
+        """
+        for device in devices:
+            self._lock(self._asked_for, _asking_for(device))
+
+    def is_asked_for(self, device: str) -> bool:
+        """True if a worker, perhaps this one, has asked for this GPU."""
+        with ExitStack() as tried:
+            return not self._lock(tried, _asking_for(device))
+
+    @contextmanager
+    def _turn(self, while_waiting: Callable[[], object]) -> Iterator[None]:
+        with ExitStack() as locks:
+            self._take(locks, ["turn"], 1, while_waiting)
+            yield
+
+    def _take(
+        self,
+        locks: ExitStack,
+        names: Sequence[str],
+        wanted: int,
+        while_waiting: Callable[[], object],
+    ) -> set[str]:
+        """Wait until ``wanted`` of these names are locked; ``locks`` releases them on exit."""
+        taken: set[str] = set()
+        while True:
+            for name in names:
+                if name not in taken and len(taken) < wanted and self._lock(locks, name):
+                    taken.add(name)
+            if len(taken) == wanted:
+                return taken
+            while_waiting()
+            time.sleep(POLL_INTERVAL)
+
+    def _lock(self, locks: ExitStack, name: str) -> bool:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            lock.bind(f"\0ddp_equivalence {self._run_id} {name}")
+        except OSError:
+            lock.close()
+            return False
+        _held.add(lock)
+        locks.callback(_release, lock)
+        return True
+
+
+def _asking_for(device: str) -> str:
+    return f"no idle ranks on {device}"
+
+
+_held: set[socket.socket] = set()
+"""The locks that this process holds."""
+
+
+def _release(lock: socket.socket) -> None:
+    _held.discard(lock)
+    lock.close()
+
+
+def _close_inherited_locks() -> None:
+    """Close the locks in a fork, such as a DataLoader's worker, which would otherwise hold them."""
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_close_inherited_locks)
+
+
+@lru_cache(maxsize=1)
+def xdist_locks() -> XdistLocks | None:
+    """The locks of this run.
+
+    None outside of pytest-xdist, or where the system has no abstract socket names.
+    """
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    if run_id is None or sys.platform != "linux":
+        return None
+    return XdistLocks(run_id, len(os.sched_getaffinity(0)), cuda_devices())
+
+
+# Calls any function on warm ranks and returns what it returned on each of them.
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def on_ranks(
+    layout: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    backend: str = "gloo",
+    deadline: float = 60.0,
+    collective_deadline: float = 30.0,
+) -> tuple[Any, ...]:
+    """Call ``function(rank, *arguments)`` on every rank of a layout such as "2x2".
+
+    Returns a tuple with what each rank returned, in the order of ranks. ``deadline``: seconds for
+    the whole call. ``collective_deadline``: seconds for one collective; checks with the same value
+    use the same warm ranks. Raises BadCase for an unknown layout or backend, RankFailed if a rank
+    raises or dies, RanksTimedOut at the deadline.
+    """
+    parsed = parse(layout)
+    lane = lanes.choose(parsed, backend)
+    with warm_ranks().acquire(parsed, lane, collective_deadline) as rank_set:
+        rank_set.submit(pickling.dumps(_call, _Call(function, arguments)))
+        by_rank = dict(rank_set.collect(deadline))
+    return tuple(by_rank[rank] for rank in sorted(by_rank))
+
+
+def _call(rank: Rank, call: _Call) -> Iterator[Any]:
+    try:
+        yield call.function(rank, *call.arguments)
+    finally:
+        new_collectives()  # read these collectives now, or the next check takes them for its own

@@ -1,22 +1,211 @@
-"""Verdicts on steps that one judgement does not show as they are, so that they are judged again.
-
-A step with autocast, or with float32 inside float64, is judged in two precisions. A step that
-differs and drops something on a GPU is judged without dropout.
-"""
+"""Verdicts on steps that one judgement does not show as they are, so that they are judged again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from ddp_equivalence.diagnosis import masks, precision
+from ddp_equivalence.case.build import build_whole_batch
+from ddp_equivalence.case.training import ClipCall, Compare
+from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.diagnosis import draws, localisation
+from ddp_equivalence.diagnosis.examples_read import order_read
+from ddp_equivalence.diagnosis.shares import kept_elements
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.measurement.measure import where_in_float32
+from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.measurement.measure import at_work, measure, where_in_float32
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.report.judged_by_steps import gradients_at_each_step
-from ddp_equivalence.report.verdict import Verdict
+from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.report.text import Line, labelled
+from ddp_equivalence.report.verdict import Verdict, WrongStep
+
+if TYPE_CHECKING:
+    from ddp_equivalence.report.verdict import Verdict
+
+
+# Judges a step that trains at each step of its optimizer.
+#
+# A trainer's update of the weights says little about what is wrong: after the first wrong step
+# all later ones start from wrong weights. So where it differs, its ranks run again, and what they
+# hold is compared at each step of an optimizer. The first wrong step starts from right weights,
+# and its gradients are explained as those of any other step.
 
 Judge = Callable[[Request], Verdict]
+
+
+@dataclass(frozen=True)
+class _AtEachStep:
+    """What the ranks hold at each step of an optimizer, compared with the reference.
+
+    ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: the
+    different calls by which torch clipped gradients.
+    """
+
+    comparison: Comparison
+    made: tuple[int, ...]
+    expected: int
+    clips: frozenset[ClipCall]
+
+    @property
+    def counts_agree(self) -> bool:
+        return set(self.made) == {self.expected}
+
+    @property
+    def first_wrong(self) -> int | None:
+        """The first step that differs, or in which the ranks hold other bits; None if none does."""
+        wrong = (
+            one.key[0] for one in self.comparison.parameters if not (one.same and one.ranks_agree)
+        )
+        return min(wrong, default=None)
+
+
+def will_be_judged_by_steps(request: Request, verdict: Verdict) -> bool:
+    """True if each step of an optimizer is looked at where the verdict is "different"."""
+    if not request.trains or request.at_each_step or request.in_process or not request.second_look:
+        return False
+    if verdict.comparison is not None and verdict.comparison.same:  # only the state is wrong
+        return False
+    return any(one.optimizer_steps for one in verdict.evidence.values())
+
+
+def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """The verdict on a step that trains, with its first wrong step."""
+    if verdict.outcome != "different" or not will_be_judged_by_steps(request, verdict):
+        return verdict
+    try:
+        weights = _compared(request, "update")
+        if not weights.counts_agree:
+            wrong = WrongStep(None, "count", weights.made, weights.expected)
+            return _without_cause(verdict, wrong)
+        order = _order_read(request, judge)
+        if order:
+            return _in_order_read(replace(request, read_order=order), judge)
+        clipped = _clipped_as_the_step_does(request, weights.clips)
+        if clipped is not None:
+            request, weights = clipped, _compared(clipped, "update")
+        by_gradients = _by_gradients(request, judge)
+        if clipped is not None and by_gradients.outcome == "same" and weights.first_wrong is None:
+            # The gradients were right before they were clipped, so that clipping hides nothing.
+            verdict = judge(clipped)
+        if verdict.outcome == "same":
+            return verdict
+        return _at_first_wrong_step(verdict, by_gradients, weights)
+    except RankFailed:  # the verdict on the whole update stands
+        return verdict
+
+
+def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:
+    """The order in which the steps read the examples, if it is another than the batch has.
+
+    This comes before any explanation, which takes longer, and which another order would mislead.
+    """
+    if request.step_count < 2 or request.read_order:
+        return ()
+    at_each = replace(request, compare="gradients", at_each_step=True, explains=False)
+    observed = judge(at_each).observed
+    return order_read(observed, _sizes(request), request.case.ranks.world_size)
+
+
+def _clipped_as_the_step_does(request: Request, clips: frozenset[ClipCall]) -> Request | None:
+    """The request with a big batch that is clipped as all calls of the step clip; None if they are
+    not alike, or if the user has said how it is clipped.
+    """
+    training, clip = request.training, next(iter(clips), None)
+    if clip is None or clip.most is None or len(clips) > 1:
+        return None
+    if training.clip is not None or training.is_of_the_user:
+        return None
+    own = clip.again if clip.by_value else clip.most
+    return replace(request, training=replace(training, clip=own))
+
+
+def gradients_at_each_step(request: Request) -> Comparison | None:
+    """The gradients at each step of an optimizer, compared; None if the ranks failed.
+
+    As in ``_by_gradients``, they are compared after clipping if that was not seen.
+    """
+    with suppress(RankFailed):
+        before = _compared(request, "gradients")
+        if before.clips or request.training.clip is None:
+            return before.comparison
+        return _compared(replace(request, after_clipping=True), "gradients").comparison
+    return None
+
+
+def _by_gradients(request: Request, judge: Judge) -> Verdict:
+    """The verdict on the gradients at each step.
+
+    They are compared as they were before clipping. Code of the user's own may clip them unseen.
+    """
+    at_each = replace(request, compare="gradients", at_each_step=True)
+    verdict = judge(at_each)
+    seen = any(one.clips for one in verdict.evidence.values())
+    if verdict.outcome != "different" or request.training.clip is None or seen:
+        return verdict
+    clipped = judge(replace(at_each, after_clipping=True))
+    return clipped if clipped.outcome == "same" else verdict
+
+
+def _in_order_read(request: Request, judge: Judge) -> Verdict:
+    """The verdict on a trainer that reads the examples in another order than the batch has."""
+    verdict = judged_by_steps(judge(request), request, judge)
+    return replace(verdict, read_order=request.read_order)
+
+
+def _at_first_wrong_step(verdict: Verdict, by_gradients: Verdict, weights: _AtEachStep) -> Verdict:
+    """The gradients at the first wrong step, or the weights after it if its gradients are right."""
+    analysis, wrong = by_gradients.analysis, weights.first_wrong
+    made, expected = weights.made, weights.expected
+    if by_gradients.outcome == "different" and analysis is not None:
+        first = analysis.first_wrong_step
+        if wrong is None or first <= wrong:
+            at = WrongStep(first + 1, "gradients", made, expected)
+            of_first = _of_step(by_gradients, first)
+            return replace(by_gradients, wrong_step=at, comparison=of_first)
+    if by_gradients.outcome == "unknown":
+        return verdict
+    if wrong is None:
+        return _without_cause(verdict, WrongStep(None, "afterwards", made, expected))
+    return _without_cause(verdict, WrongStep(wrong + 1, "weights", made, expected))
+
+
+def _of_step(verdict: Verdict, step: int) -> Comparison | None:
+    """The comparison of one step alone: after it the weights are wrong as well."""
+    if verdict.comparison is None or verdict.comparison.structure:
+        return verdict.comparison
+    of_step = tuple(one for one in verdict.comparison.parameters if one.key[0] == step)
+    return replace(verdict.comparison, parameters=of_step)
+
+
+def _without_cause(verdict: Verdict, wrong: WrongStep) -> Verdict:
+    """The verdict with no cause: those that fitted the update as a whole are no longer believed."""
+    findings = tuple(replace(one, accepted=False) for one in verdict.findings)
+    return replace(verdict, wrong_step=wrong, cause=None, findings=findings)
+
+
+def _compared(request: Request, compare: Compare) -> _AtEachStep:
+    """Let the ranks run once more, and compare at each step. Raises RankFailed."""
+    at_each = replace(request, compare=compare, at_each_step=True)
+    expected = expected_of(at_each)
+    sample = kept_elements(expected, request.case.ranks.world_size)
+    with at_work(at_each, request.deadline, request.fresh) as ranks:
+        measured = measure(ranks, at_each, expected, request.deadline, sample)
+    made = (one.optimizer_steps for _, one in sorted(measured.evidence.items()))
+    steps = {step for step, _ in expected.reference.expected}
+    clips = frozenset(call for one in measured.evidence.values() for call in one.clips)
+    return _AtEachStep(measured.comparison, tuple(made), len(steps), clips)
+
+
+def _sizes(request: Request) -> tuple[int, ...]:
+    return build_whole_batch(request.case, request.steps)[1]
+
+
+# Verdicts on steps that one judgement does not show as they are, so that they are judged again.
+#
+# A step with autocast, or with float32 inside float64, is judged in two precisions. A step that
+# differs and drops something on a GPU is judged without dropout.
 
 
 def judged_again(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
@@ -32,9 +221,9 @@ def _is_judged_without_dropout(verdict: Verdict, request: Request) -> bool:
     """True if the masks of the ranks cannot be predicted, or if they are the only difference of a
     user's own step, which the big batch cannot be given in several steps and in a large model.
     """
-    on_a_gpu = masks.are_drawn_on_a_gpu(request) and not verdict.numbers_are_known
-    only_masks = request.is_the_users_own and verdict.causes == masks.ONLY_MASKS
-    return (on_a_gpu or only_masks) and masks.drops_something(request)
+    on_a_gpu = draws.are_drawn_on_a_gpu(request) and not verdict.numbers_are_known
+    only_masks = request.is_the_users_own and verdict.causes == draws.ONLY_MASKS
+    return (on_a_gpu or only_masks) and draws.drops_something(request)
 
 
 def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
@@ -44,19 +233,19 @@ def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> V
     the step is then right, which is then the verdict on a user's own step.
     """
     rejected = tuple(replace(finding, accepted=False) for finding in verdict.findings)
-    without = masks.request_without_masks(request)
+    without = draws.request_without_masks(request)
     again = None if without is None else judge(without)
     findings = rejected
     is_right = again is not None and again.outcome == "same" and request.is_the_users_own
-    if again is not None and is_right and not masks.are_the_same_on_all_ranks(verdict.view):
+    if again is not None and is_right and not draws.are_the_same_on_all_ranks(verdict.view):
         return replace(again, case=verdict.case, masks_unpredictable=True)
-    if verdict.causes == masks.ONLY_MASKS and (again is None or again.causes == verdict.causes):
+    if verdict.causes == draws.ONLY_MASKS and (again is None or again.causes == verdict.causes):
         return verdict
     if again is not None and _is_right(again):
-        finding = masks.finding_of_masks(verdict.view)
+        finding = draws.finding_of_masks(verdict.view)
         findings = (finding, *(one for one in rejected if one.cause != finding.cause))
     elif again is not None and again.outcome == "different":
-        findings = masks.findings_beside_masks(again.findings, verdict.view)
+        findings = draws.findings_beside_masks(again.findings, verdict.view)
     best = findings[0] if findings else None
     return replace(
         verdict,
@@ -85,7 +274,7 @@ def unless_right_in_own_precision(verdict: Verdict, request: Request, judge: Jud
     if not request.is_cast_to_float64 or not _has_the_size_of_float32(verdict, request):
         return different
     different = replace(different, float32_at=where_in_float32(request))
-    own = precision.in_own_precision(request) if different.float32_at else None
+    own = localisation.in_own_precision(request) if different.float32_at else None
     if own is None:
         return different
     again = judge(own)
@@ -103,10 +292,10 @@ def _has_the_size_of_float32(verdict: Verdict, request: Request) -> bool:
     """
     steps = any(one.optimizer_steps for one in verdict.evidence.values())
     if not request.trains or request.training.is_plain_sgd or request.at_each_step or not steps:
-        return precision.has_the_size_of_float32(verdict.comparison)
-    if not precision.is_at_most_float32(verdict.comparison):
+        return localisation.has_the_size_of_float32(verdict.comparison)
+    if not localisation.is_at_most_float32(verdict.comparison):
         return False
-    return precision.has_the_size_of_float32(gradients_at_each_step(request))
+    return localisation.has_the_size_of_float32(gradients_at_each_step(request))
 
 
 def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
@@ -116,7 +305,7 @@ def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> 
     """
     if verdict.outcome != "same" or not verdict.autocast or verdict.other_precision is not None:
         return verdict
-    own = precision.in_own_precision(request)
+    own = localisation.in_own_precision(request)
     if own is None:
         return verdict
     again = judge(own)
@@ -134,10 +323,60 @@ def _also_in_float64(verdict: Verdict, request: Request, judge: Judge) -> Verdic
         return verdict
     if verdict.why_not_float64:
         return verdict
-    in_float64 = precision.in_float64(request)
+    in_float64 = localisation.in_float64(request)
     if in_float64 is None:
         return verdict
     again = judge(in_float64)
-    if again.outcome != "different" or precision.has_the_size_of_float32(again.comparison):
+    if again.outcome != "different" or localisation.has_the_size_of_float32(again.comparison):
         return replace(verdict, other_precision=again)
     return replace(again, other_precision=verdict)
+
+
+# A step with libraries that is not the same is judged again on new ranks: libraries keep state.
+#
+# What an earlier check has left in a library, in the same processes, may change a verdict. New
+# ranks have nothing of an earlier check.
+
+LABEL = "Fresh ranks: "
+
+
+def judged_on_fresh_ranks(
+    verdict: Verdict, request: Request, judge: Callable[[Request], Verdict]
+) -> Verdict:
+    """The verdict, or that of new ranks if libraries of an earlier check may have changed it."""
+    libraries = libraries_of_earlier_checks(verdict)
+    if verdict.outcome == "same" or request.fresh or request.in_process or not libraries:
+        return verdict
+    if verdict.unknown_because is UnknownBecause.LIMIT_ABOVE_SIGNAL:
+        return verdict  # nothing differed, and the limits follow from the reference
+    again = judge(replace(request, fresh=True))
+    return replace(again, on_used_ranks=verdict.outcome, libraries_kept=libraries)
+
+
+def libraries_of_earlier_checks(verdict: Verdict) -> tuple[str, ...]:
+    """The libraries that earlier checks had imported on the ranks of this one."""
+    if verdict.failure is not None:
+        return verdict.failure.libraries
+    return tuple(sorted({name for one in verdict.evidence.values() for name in one.libraries}))
+
+
+def fresh_ranks_text(verdict: Verdict) -> str:
+    """What came out on ranks that had run earlier checks, beside new ones; "" without both."""
+    if verdict.on_used_ranks is None:
+        return ""
+    kept = ", ".join(verdict.libraries_kept)
+    if verdict.on_used_ranks == verdict.outcome:
+        return (
+            f"{verdict.outcome} on them as well as on ranks that had already run earlier checks, "
+            f"where {kept} may have kept state."
+        )
+    return (
+        f"{verdict.outcome} on them, which counts; {verdict.on_used_ranks} on ranks that had "
+        f"already run earlier checks, where {kept} may have kept state."
+    )
+
+
+def fresh_ranks_lines(verdict: Verdict) -> list[Line]:
+    """The same as lines of a report."""
+    text = fresh_ranks_text(verdict)
+    return labelled(LABEL, text) if text else []

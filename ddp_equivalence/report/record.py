@@ -129,8 +129,7 @@ def record_of(
 
 def _texts(verdict: Verdict) -> dict[str, Any]:
     """What the report says, and the line that it points at."""
-    from ddp_equivalence.report.short.fault_line import line_to_look_at
-    from ddp_equivalence.report.short.headline import headline_text
+    from ddp_equivalence.report.short.screen import headline_text, line_to_look_at
 
     line = line_to_look_at(verdict)
     return {

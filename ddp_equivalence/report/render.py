@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.report.cause import cause_lines
+from ddp_equivalence.report.cause import (
+    cause_lines,
+    other_causes_lines,
+    precision_lines,
+    random_number_lines,
+    without_dropout_lines,
+)
 from ddp_equivalence.report.evidence import evidence_lines
-from ddp_equivalence.report.expected_and_held import expected_and_held_lines
 from ddp_equivalence.report.failure import failure_blocks
-from ddp_equivalence.report.fresh_ranks import fresh_ranks_lines
-from ddp_equivalence.report.line import Line, Style, labelled, paragraph
-from ddp_equivalence.report.other_causes import other_causes_lines
-from ddp_equivalence.report.parameters import parameters_lines, structure_lines
-from ddp_equivalence.report.precision import precision_lines
-from ddp_equivalence.report.random_numbers import random_number_lines
-from ddp_equivalence.report.shares import shares_lines
-from ddp_equivalence.report.short.ending import training_notes
-from ddp_equivalence.report.short.screen import short_lines
-from ddp_equivalence.report.without_dropout import without_dropout_lines
-from ddp_equivalence.report.wrapping import rank_names
+from ddp_equivalence.report.judged_again import fresh_ranks_lines
+from ddp_equivalence.report.numbers import (
+    expected_and_held_lines,
+    parameters_lines,
+    shares_lines,
+    structure_lines,
+)
+from ddp_equivalence.report.short.screen import short_lines, training_notes
+from ddp_equivalence.report.text import Line, Style, labelled, paragraph, rank_names
 
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict

@@ -1,10 +1,10 @@
-"""The verdict of one check: frozen data; what is costly to know is computed when asked for."""
+"""The verdict of one check, the errors that carry one, and who is told of it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -12,31 +12,30 @@ from torch import Tensor
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.random_state import Seeds
-from ddp_equivalence.case.steps import Compare
-from ddp_equivalence.case.training import Training
+from ddp_equivalence.case.training import Compare, Training
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
-from ddp_equivalence.diagnosis.buffers_beside import BufferBeside, buffers_beside
+from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.divisors import Divisors
-from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.localisation import Localisation
-from ddp_equivalence.diagnosis.nearest_fault import NearestFault
-from ddp_equivalence.diagnosis.repairs.repair import Repairs
-from ddp_equivalence.diagnosis.share_fit import NoShares
-from ddp_equivalence.diagnosis.shares import Shares
+from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.shares import NoShares, Shares
+from ddp_equivalence.diagnosis.state import BufferBeside, buffers_beside
 from ddp_equivalence.diagnosis.time_left import CAUSES
-from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.diagnosis.vacuity import NearestFault
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.measure import autocast_of
+from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.measure import Rerun, autocast_of
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.measurement.work import Evidence
-from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.report.encoding import encodable
-from ddp_equivalence.report.readings import OF_A_VERDICT
-from ddp_equivalence.report.verdict_parts import WrongStep
+from ddp_equivalence.report.listeners import OF_A_VERDICT
+from ddp_equivalence.report.text import encodable
+
+# The verdict of one check: frozen data; what is costly to know is computed when asked for.
 
 Outcome = Literal["same", "different", "unknown"]
 
@@ -298,3 +297,113 @@ class Verdict:
         """The limit of the worst parameter, relative to its norm."""
         worst = self.comparison.worst if self.comparison else None
         return worst.limit.relative if worst else None
+
+
+# Small parts of a verdict.
+
+Differs = Literal["count", "gradients", "weights", "afterwards"]
+"""What is wrong first in a step that trains: how often optimizers step; the gradients with which
+one steps; the weights after its step, although its gradients were right; or the weights at the end,
+although they were right after every step."""
+
+
+@dataclass(frozen=True)
+class WrongStep:
+    """The first step of an optimizer that is not that of the big batch.
+
+    ``number``: counted from 1; None unless ``differs`` is "gradients" or "weights". ``made``: how
+    many steps each rank makes, in the order of the ranks. ``expected``: how many the reference
+    makes.
+    """
+
+    number: int | None
+    differs: Differs
+    made: tuple[int, ...]
+    expected: int
+
+    @property
+    def headline(self) -> str:
+        """The same in a few words."""
+        if self.differs == "count":
+            return "the optimizer makes another number of steps"
+        if self.differs == "afterwards":
+            return "the weights are changed after the last step"
+        return f"step {self.number} has wrong {self.differs}"
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, as a sentence of the report."""
+        if self.differs == "count":
+            made = sorted(set(self.made))
+            counts = " or ".join(map(str, made))
+            times = "step" if made == [1] else "steps"
+            return (
+                f"The optimizer makes {counts} {times}, and the reference makes {self.expected}: "
+                "the same number must be made for the same examples."
+            )
+        of = f"optimizer step {self.number} of {self.expected}"
+        if self.differs == "gradients":
+            return f"The gradients of {of} are wrong; until then all weights were right."
+        if self.differs == "weights":
+            return (
+                f"The gradients of {of} are right, and the weights after it are not: the "
+                "optimizer, learning rate, schedule or clipping is not that of the reference."
+            )
+        return (
+            "The weights are right after each step of the optimizer, and something changes them "
+            "afterwards."
+        )
+
+
+def lines_of_wrong_step(
+    wrong: WrongStep, observed: Mapping[int, Observation]
+) -> Iterator[PointedLine]:
+    """The line whose step is wrong although its gradients are right, or that steps too often."""
+    for seen in observed.values():
+        stepping = [one.line for one in seen.calls if one.kind is Kind.OPTIMIZER_STEP and one.line]
+        if wrong.differs == "count" and stepping:
+            yield PointedLine(stepping[-1], "this is where an optimizer steps")
+        elif wrong.number is not None and len(stepping) >= wrong.number:
+            note = f"step {wrong.number}: the weights after it are wrong"
+            yield PointedLine(stepping[wrong.number - 1], note)
+        return
+
+
+# The errors that carry a verdict that is not "same".
+
+
+class NotEquivalent(AssertionError):
+    """The subject does not compute the gradients of one big batch; ``.verdict`` says how."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(str(verdict))
+
+
+class NothingCompared(AssertionError):
+    """Nothing was compared, so nothing was shown; ``.verdict`` says why."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(str(verdict))
+
+
+# Turns a verdict into one that says that nothing was shown, and why.
+
+
+def unknown(verdict: Verdict, why: Unknown) -> Verdict:
+    """The same verdict, which now says that nothing was shown."""
+    return replace(verdict, outcome="unknown", reason=why.reason, unknown_because=why.because)
+
+
+def failed(verdict: Verdict, error: RankFailed) -> Verdict:
+    """The verdict is unknown: a failure of ranks shows nothing about the gradients."""
+    why_unknown = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
+    if isinstance(error, RanksTimedOut):
+        why_unknown = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
+    if error.ends and error.ends[0].kind == "changed":
+        why_unknown = Unknown(
+            UnknownBecause.PROCESS_CHANGED, "the step leaves more behind than gradients"
+        )
+    output: Mapping[int, str] = {end.rank: end.output for end in error.ends}
+    return replace(unknown(verdict, why_unknown), failure=error, output=output)

@@ -14,7 +14,7 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses.loss import CatalogueLoss, Normaliser
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import Shards, split
-from ddp_equivalence.case.steps import Steps
+from ddp_equivalence.case.training import Steps
 
 MICRO_BATCHES = 3
 """How many micro-batches a full accumulation window has. The number is coprime to every world size

@@ -13,7 +13,7 @@ from ddp_equivalence.case.build import loss_of
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import Shards
-from ddp_equivalence.case.steps import Steps
+from ddp_equivalence.case.training import Steps
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.strategies.sharded_batch import Indices, ShardedBatch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.steps import Compare, Steps
+from ddp_equivalence.case.training import Compare, Steps
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.sharded_batch import sharded_batches
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.toy import Toy, four_processes, one_process
 from tests.claims.trajectory import Training, big_batch, differ_by, on_a_rank

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence import Rank
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import wrapped
 from tests.claims.numbered import Reading, all_of, gradient_of, read, same, task, together, train

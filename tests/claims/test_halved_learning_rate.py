@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.training import big_batch_training, ddp_training, losses, same_steps
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import Loss, ddp_gradient
 from tests.claims.padded import big_token_batch, over_all_tokens, over_own_tokens, token_gradient

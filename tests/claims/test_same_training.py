@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.setting import times
 from tests.claims.training import (

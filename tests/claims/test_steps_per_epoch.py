@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.numbered import Reading, all_of, read
 

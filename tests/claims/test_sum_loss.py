@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import ddp_gradient
 from tests.claims.setting import equal, flat_gradient, model_and_batch, times

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.trajectory import Training, big_batch, differ_by, on_a_rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.diagnosis import kept_elements
+from ddp_equivalence.diagnosis import shares
 from ddp_equivalence.faults.plant import planted
 
 pytestmark = pytest.mark.self_check
@@ -16,8 +16,8 @@ MLP = Case(model="mlp", loss="mse_mean", layout="2x2")
 @pytest.fixture(autouse=True)
 def few_elements_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty of the 244 elements are kept on each of four ranks."""
-    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 240)
-    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 240)
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 240)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 240)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from ddp_equivalence import (
     assert_equivalent,
     check,
 )
-from ddp_equivalence.comparison.compare import compare
+from ddp_equivalence.comparison.comparison import compare
 from ddp_equivalence.comparison.tolerance import Noise, Tolerance
 from ddp_equivalence.diagnosis import vacuity
-from ddp_equivalence.diagnosis.nearest_fault import NearestFault
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.diagnosis.vacuity import NearestFault
 from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
 
 Gradients = dict[str, Tensor | None]

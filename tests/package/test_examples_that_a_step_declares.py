@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.measurement.declared_rows import DeclaredRows
+from ddp_equivalence.measurement.returned import DeclaredRows
 from ddp_equivalence.report.verdict import Verdict
 from tests.package.own_cases import EXAMPLES, make_batch
 from tests.package.own_trainers import STEPS, adamw

@@ -17,7 +17,7 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.rounding import measure_rounding
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.measurement.check_options import CheckOptions
+from ddp_equivalence.measurement.request import CheckOptions
 from ddp_equivalence.reference import big_batch
 from tests.package.own_cases import own_case, right_step
 

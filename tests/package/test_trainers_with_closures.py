@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.case.optimizer_steps import AtSteps, StepRecord
+from ddp_equivalence.case.training import AtSteps, StepRecord
 from tests.package.own_cases import build_model, loss, make_batch, own_case
 from tests.package.own_trainers import STEPS, Trainer, adamw, rows_of_step
 

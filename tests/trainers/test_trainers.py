@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence import observe
-from ddp_equivalence.observed_scripts.observed import Observed
+from ddp_equivalence.observed_scripts.report import Observed
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, whole_number, whole_numbers
 from ddp_equivalence.case.layouts.packed import packed
 from ddp_equivalence.case.layouts.round_robin import round_robin
-from ddp_equivalence.case.numbers import whole_number, whole_numbers
 
 MAX_WORLD_SIZE = 64
 """The most ranks that a layout may have. All ranks are processes on one machine. With more of them,

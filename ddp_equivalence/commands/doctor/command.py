@@ -12,8 +12,8 @@ from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.doctor.problem import Problem
-    from ddp_equivalence.commands.doctor.state import State
+    from ddp_equivalence.commands.doctor.examination import Problem
+    from ddp_equivalence.commands.doctor.machine import State
 
 
 def add(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.commands.doctor.examination import Examination
     from ddp_equivalence.commands.doctor.machine import this_machine
-    from ddp_equivalence.report.box import Box, box_lines
+    from ddp_equivalence.report.machine import Box, box_lines
 
     machine = this_machine()
     examination = Examination(machine)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
     """What is wrong, or may surprise, and what to do about it. Nothing if there are no problems."""
-    from ddp_equivalence.report.wrapping import wrapped
+    from ddp_equivalence.report.text import wrapped
 
     if problems:
         yield ""
@@ -65,8 +65,8 @@ def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
 
 def closing_line(states: Sequence[State]) -> str:
     """The result in one sentence, with the exit code."""
-    from ddp_equivalence.commands.doctor.state import Outcome
-    from ddp_equivalence.report.wrapping import plural
+    from ddp_equivalence.commands.doctor.machine import Outcome
+    from ddp_equivalence.report.text import plural
 
     counts = Counter(state.outcome for state in states)
     parts = f"{len(states)} {plural(len(states), 'part')}"
@@ -85,7 +85,7 @@ def closing_line(states: Sequence[State]) -> str:
 
 def exit_code(states: Sequence[State]) -> int:
     """1 if an answer was wrong, else 3 if a part that should have answered did not, else 0."""
-    from ddp_equivalence.commands.doctor.state import Outcome
+    from ddp_equivalence.commands.doctor.machine import Outcome
 
     outcomes = {state.outcome for state in states}
     if Outcome.WRONG in outcomes:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.explain.epochs import epoch_of
-from ddp_equivalence.commands.explain.explanation import Divisor, Explanation
-from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
-from ddp_equivalence.commands.explain.loss_factor import UNCHANGED, LossFactor
-from ddp_equivalence.commands.explain.numbers import times
-from ddp_equivalence.commands.explain.setup import Setup, framework_divisor, token_counts
+from ddp_equivalence.commands.explain.explanation import (
+    UNCHANGED,
+    Divisor,
+    Explanation,
+    LossFactor,
+    Setup,
+    epoch_of,
+    framework_divisor,
+    learning_rates_of,
+    times,
+    token_counts,
+)
 from ddp_equivalence.commands.explain.text import explanation_text
-from ddp_equivalence.report.wrapping import plural
+from ddp_equivalence.report.text import plural
 
 
 def _require_setup(given: object) -> None:

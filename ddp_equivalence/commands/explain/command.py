@@ -14,19 +14,19 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase, on_one_line
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain, setup_like
-from ddp_equivalence.commands.explain.data import as_data
-from ddp_equivalence.commands.explain.loss_factor import LossFactor
-from ddp_equivalence.commands.explain.presets import PRESETS
-from ddp_equivalence.commands.explain.setup import (
+from ddp_equivalence.commands.explain.explanation import (
     Loss,
+    LossFactor,
     Optimizer,
     Parallelism,
     Sampler,
     TokensOver,
+    as_data,
 )
-from ddp_equivalence.commands.explain.summary import summary_text
-from ddp_equivalence.commands.results import require_writable_file, write_json
-from ddp_equivalence.report.terminal import width_of
+from ddp_equivalence.commands.explain.presets import PRESETS
+from ddp_equivalence.commands.explain.text import summary_text
+from ddp_equivalence.commands.output import require_writable_file, write_json
+from ddp_equivalence.report.text import width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from ddp_equivalence.commands.explain.epochs import Epoch
-from ddp_equivalence.commands.explain.explanation import Explanation
-from ddp_equivalence.commands.explain.numbers import times
+from ddp_equivalence.commands.explain.explanation import (
+    Epoch,
+    Explanation,
+    Setup,
+    framework_divisor,
+    times,
+)
 from ddp_equivalence.commands.explain.presets import divisor_of_a_step
-from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
-from ddp_equivalence.report.wrapping import plural
+from ddp_equivalence.report.text import plural
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,13 @@ from fractions import Fraction
 from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.explain.known_good import check_choice, check_count
-from ddp_equivalence.commands.explain.loss_factor import UNCHANGED, LossFactor
-from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.commands.explain.explanation import (
+    UNCHANGED,
+    LossFactor,
+    Setup,
+    check_choice,
+    check_count,
+)
 
 Fields = dict[str, Any]
 NANOGPT_BETAS = (Fraction(9, 10), Fraction(95, 100))

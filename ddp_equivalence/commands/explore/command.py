@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.results import require_writable_file, write_json
+from ddp_equivalence.commands.output import require_writable_file, write_json
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = None) -> bool:
     """Try random trials of the suite; return False if the suite judged one of them wrongly."""
-    from ddp_equivalence.commands.explore import suite_report, suite_search
+    from ddp_equivalence.commands.explore import suite
 
-    search = suite_search.search(right, wrong, seed, progress=_print)
+    search = suite.search(right, wrong, seed, progress=_print)
     _print("")
-    for line in suite_report.report_lines(search):
+    for line in suite.report_lines(search):
         _print(line)
-    write_json("json", results, suite_report.as_json(search))
+    write_json("json", results, suite.as_json(search))
     return not (search.false_alarms or search.misses)
 
 

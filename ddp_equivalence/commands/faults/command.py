@@ -100,7 +100,7 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
     Returns the exit code. If it is interrupted, it prints the table of the results so far.
     """
     from ddp_equivalence.commands.faults import table
-    from ddp_equivalence.commands.faults.own_lines import lines_right
+    from ddp_equivalence.commands.faults.own_steps import lines_right
     from ddp_equivalence.faults.trials import fault_trials
     from ddp_equivalence.strategies.catalogue import LAYOUTS
 
@@ -140,7 +140,7 @@ def _show_progress(result: FaultResult, done: int, count: int) -> None:
 
 def _print_sensitivity() -> int:
     """Print the smallest faults of two kinds that are caught, one line for each dtype."""
-    from ddp_equivalence.commands.faults.sensitivity import sensitivities
+    from ddp_equivalence.commands.faults.table import sensitivities
 
     print(f"{'dtype':<10}{'factor 1 +':>14}{'one element':>14}   (smallest caught, powers of two)")
     for sensitivity in sensitivities():

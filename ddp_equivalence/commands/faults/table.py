@@ -1,17 +1,28 @@
-"""Run trials with a planted fault, and write the results as a table with one row for each fault."""
+"""Runs trials with a planted fault, and writes one row of a table for each fault."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.check_equivalence import check
-from ddp_equivalence.commands.faults.other_checks import OTHER_CHECKS
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial
+from ddp_equivalence.measurement.work import Step
+from ddp_equivalence.ranks import Rank
 from ddp_equivalence.report.verdict import Verdict
+from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
+
+# Run trials with a planted fault, and write the results as a table with one row for each fault.
 
 Outcome = Literal["named", "among", "misnamed", "missed", "cannot_show", "never_fired"]
 """The result of planting a fault, in a word.
@@ -149,3 +160,144 @@ def _unexpected(results: Sequence[FaultResult]) -> Iterator[str]:
             outcome = result.outcome.replace("_", " ").upper()
             called = f", called {', '.join(result.causes)}" if result.causes else ""
             yield f"{outcome}: {result.fault_trial.fault.name} in {result.checked}{called}"
+
+
+# The smallest faults that are still caught: a factor on all gradients, and one wrong element.
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SMALLEST, LARGEST = -52, 0
+"""Exponents of the smallest and largest power of two that are tried."""
+
+MODEL, LOSS, LAYOUT = "mlp", "mse_mean", "2x2"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The smallest faults that are caught with one dtype.
+
+    Each is a power of two, or inf if even a fault of size 1 is missed.
+
+    ``factor`` is how far a factor on all gradients is from 1. ``element`` is the error of one
+    element, relative to the root mean square of its parameter's gradient.
+    """
+
+    dtype: torch.dtype
+    factor: float
+    element: float
+
+
+def sensitivities() -> Iterator[Sensitivity]:
+    """The sensitivity with each dtype, on the catalogue's MLP."""
+    for dtype in DTYPES:
+        yield Sensitivity(dtype, _smallest(dtype, off_by_a_factor), _smallest(dtype, one_element))
+
+
+def off_by_a_factor(delta: float) -> Step:
+    """A step that leaves 1 + delta times the right gradients."""
+    return _changed(lambda gradient: gradient.mul_(1 + delta))
+
+
+def one_element(delta: float) -> Step:
+    """A step that leaves right gradients, except for one element of each matrix.
+
+    The error of that element is delta times the root mean square of the matrix.
+    """
+
+    def change(gradient: torch.Tensor) -> None:
+        if gradient.ndim == 2:
+            gradient[1, 2] += delta * gradient.square().mean().sqrt()
+
+    return _changed(change)
+
+
+def _changed(change: Callable[[torch.Tensor], Any]) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        LOSSES[LOSS](model, shard).backward()
+        reduce_gradients(model, rank.world_size)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                change(parameter.grad)
+
+    return step
+
+
+def _smallest(dtype: torch.dtype, make_step: Callable[[float], Step]) -> float:
+    """The smallest delta that is caught.
+
+    Bisection finds it; this assumes that every delta is caught that is larger than a caught one.
+    """
+    case = Case(model=MODEL, loss=LOSS, layout=LAYOUT, dtype=dtype)
+    missed, caught_at = SMALLEST - 1, LARGEST + 1
+    while caught_at - missed > 1:
+        middle = (missed + caught_at) // 2
+        caught = check(case, make_step(2.0**middle)).outcome == "different"
+        missed, caught_at = (missed, middle) if caught else (middle, caught_at)
+    return inf if caught_at > LARGEST else 2.0**caught_at
+
+
+# Other checks that people make: would they have noticed a fault?
+
+DIGITS = 1e-4
+"""A loss that agrees to four digits looks right in a log."""
+
+ADAM_EPS = 1e-8
+LEARNING_RATE = 1e-3
+
+
+def loss_value(verdict: Verdict, view: View) -> bool:
+    """True if the mean of the ranks' losses is not the loss of the big batch, to four digits."""
+    by_rank = []
+    for seen in verdict.observed.values():
+        values = [call.loss for call in seen.backwards if call.step == view.setting.step]
+        by_rank.append(sum(value for value in values if value is not None))
+    if not by_rank:
+        return False
+    whole = view.examples.big_batch_loss
+    return abs(sum(by_rank) / len(by_rank) - whole) > DIGITS * abs(whole)
+
+
+def adam_update(verdict: Verdict, view: View) -> bool:
+    """True if Adam's first step on rank 0 is not the big batch's, by the default limits of
+    ``torch.testing.assert_close``.
+    """
+    return not _close(_adam(view.measured.by_rank[0]), _adam(view.expected), view.setting.dtype)
+
+
+def rank_agreement(verdict: Verdict, view: View) -> bool:
+    """True if the ranks do not hold the same values."""
+    return verdict.comparison is not None and not verdict.comparison.ranks_agree
+
+
+def assert_close(verdict: Verdict, view: View) -> bool:
+    """True if rank 0's gradients are not the big batch's, by the default limits of
+    ``torch.testing.assert_close``.
+    """
+    return not _close(view.measured.by_rank[0], view.expected, view.setting.dtype)
+
+
+OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {
+    "loss": loss_value,
+    "Adam": adam_update,
+    "ranks agree": rank_agreement,
+    "assert_close": assert_close,
+}
+"""By the name in the table, the function that says whether this check would have noticed."""
+
+
+def _adam(gradient: Tensor) -> Tensor:
+    """The update of Adam's first step.
+
+    Both moving averages then contain only this gradient, and bias correction cancels their decay
+    factors.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
+    """
+    return -LEARNING_RATE * gradient / (gradient.abs() + ADAM_EPS)
+
+
+def _close(measured: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    try:
+        torch.testing.assert_close(measured.to(dtype), expected.to(dtype))
+    except AssertionError:
+        return False
+    return True

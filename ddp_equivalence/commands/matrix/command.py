@@ -1,30 +1,35 @@
-"""``ddp-equivalence matrix``: the same checks under several versions, and what has changed between.
-
-``--bisect`` finds the release of a package that changed a verdict.
-"""
+"""``ddp-equivalence matrix``: the same checks under several versions, and what has changed."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME, YELLOW
-from ddp_equivalence.commands.matrix.recordings import Recordings
-from ddp_equivalence.commands.results import require_writable_folder
-from ddp_equivalence.report.terminal import painted
-from ddp_equivalence.report.wrapping import plural
+from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of, require_writable_folder
+from ddp_equivalence.commands.record.command import asked, part_of_suite
+from ddp_equivalence.commands.suite_folder import suite_folder
+from ddp_equivalence.report.text import painted, plural
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.matrix.versions import Wanted
-    from ddp_equivalence.gate.judge import Judgement
-    from ddp_equivalence.gate.policy import Policy
+    from ddp_equivalence.commands.matrix.environment import Wanted
+    from ddp_equivalence.gate.judge import Judgement, Policy
+
+
+# ``ddp-equivalence matrix``: the same checks under several versions, and what has changed
+# between.
+#
+# ``--bisect`` finds the release of a package that changed a verdict.
 
 GIB = 1 << 30
 
@@ -92,8 +97,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record, and print what has changed. Raises BadCase before anything is made."""
-    from ddp_equivalence.commands.matrix import versions
-    from ddp_equivalence.gate.policy import read_policy
+    from ddp_equivalence.commands.matrix import environment
+    from ddp_equivalence.gate.judge import read_policy
 
     if bool(arguments.with_) == bool(arguments.bisect):
         raise BadCase("with", ", ".join(arguments.with_), "either --with or --bisect, and not both")
@@ -105,8 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable_folder("out", arguments.out)
     policy = read_policy(arguments.policy)
     if arguments.bisect:
-        return _Matrix(arguments, policy).bisect(versions.between(arguments.bisect))
-    return _Matrix(arguments, policy).compare(versions.wanted(arguments.with_))
+        return _Matrix(arguments, policy).bisect(environment.between(arguments.bisect))
+    return _Matrix(arguments, policy).compare(environment.wanted(arguments.with_))
 
 
 class _Matrix:
@@ -207,7 +212,7 @@ class _Matrix:
 
     def _judged(self, before: Wanted, after: Wanted) -> Judgement:
         from ddp_equivalence.gate.judge import judge
-        from ddp_equivalence.gate.recorded import read_record
+        from ddp_equivalence.gate.record import read_record
 
         old, new = (
             read_record(self._recordings.folder(before)),
@@ -217,7 +222,7 @@ class _Matrix:
 
     def _print(self, judgement: Judgement) -> str:
         """Print the report, and return the level."""
-        from ddp_equivalence.gate.text import report
+        from ddp_equivalence.gate.outputs import report
 
         print(f"\n{painted(report(judgement), sys.stdout)}", end="", flush=True)
         return judgement.level
@@ -231,3 +236,144 @@ def _exit_code(levels: Sequence[str]) -> int:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+# The records under several versions, each made in an environment of its own.
+
+
+class Recordings:
+    """``arguments``: of the command line. ``failed``: name -> why there is no record."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._out: Path = arguments.out
+        self.failed: dict[str, str] = {}
+        self._asked = asked(
+            arguments.paths,
+            arguments.observe,
+            arguments.k,
+            part_of_suite(is_run=arguments.suite, whole=arguments.all or bool(arguments.k)),
+        )
+
+    def is_recorded(self, one: Wanted) -> bool:
+        """It is recorded, whole, and of what is asked for now."""
+        from ddp_equivalence.gate.record import read_record
+
+        try:
+            found = read_record(self.folder(one))
+            made_as = json.loads(self._made_as(one).read_text())
+        except (BadCase, OSError, ValueError):
+            return False
+        whole = found.end is not None and found.facts.get("asked") == self._asked
+        return whole and made_as == self._how(one)
+
+    def _made_as(self, one: Wanted) -> Path:
+        return self._out / f"{one.name}.made_as.json"
+
+    def _how(self, one: Wanted) -> dict[str, Any]:
+        """All that decides what an environment holds, beside its name."""
+        from ddp_equivalence.gate.surroundings import packages, source_digest
+
+        file, on_top = self._arguments.requirements, self._arguments.on_top
+        sees_present = on_top or not one.requirements
+        return {
+            "on_top": on_top,
+            "requirements": "" if file is None else file.read_text(),
+            "source": source_digest(suite_folder()),
+            "present": packages() if sees_present else {},
+        }
+
+    def folder(self, one: Wanted) -> Path:
+        """Where its record is, or will be."""
+        return self._out / one.name
+
+    def record(self, one: Wanted, place: str) -> None:
+        """Make the environment and the record, unless it is recorded. ``place``: for the reader."""
+        from ddp_equivalence.commands.matrix.environment import (
+            CannotInstall,
+            Environment,
+            folder_for_environments,
+        )
+
+        if self.is_recorded(one):
+            print(f"{one.name} ({place}): recorded before, in {self.folder(one)}", flush=True)
+            return
+        if not one.requirements:
+            self._run(one, sys.executable)
+            return
+        print(f"{one.name} ({place}): installing", flush=True)
+        started = time.monotonic()
+        keep: Path | None = self._arguments.keep_environments
+        base = folder_for_environments(keep)
+        environment = Environment(base / one.name, self._arguments.on_top)
+        try:
+            environment.delete()
+            environment.make(one.requirements, self._arguments.requirements)
+            installed = time.monotonic() - started
+            print(f"{one.name} ({place}): installed in {installed:.0f} s, recording", flush=True)
+            self._run(one, str(environment.python))
+        except CannotInstall as error:
+            self.failed[one.name] = str(error)
+            print(f"{one.name} ({place}): could not be installed", flush=True)
+        finally:
+            if keep is None:
+                shutil.rmtree(base, ignore_errors=True)
+
+    def _run(self, one: Wanted, python: str) -> None:
+        given = self._arguments
+        folder, log = self.folder(one), self._out / f"{one.name}.txt"
+        self._clear(folder)
+        self._out.mkdir(parents=True, exist_ok=True)
+        words = [
+            *(python, "-m", "ddp_equivalence", "record", str(folder)),
+            *(["-n", given.n] if given.n != "0" else []),
+            *(["-k", given.k] if given.k else []),
+            *([] if given.suite else ["--no-suite"]),
+            *(["--all"] if given.all else []),
+            *(word for command in given.observe for word in ("--observe", command)),
+            *given.paths,
+        ]
+        started = time.monotonic()
+        with log.open("wb") as output:
+            code = exit_code_of(words, output=output, seconds_to_end=2 * SECONDS_TO_END)
+        seconds = time.monotonic() - started
+        says = {SAME: "everything passed", DIFFERENT: "something failed"}
+        print(f"{one.name}: {says.get(code, 'cut off')} in {seconds:.0f} s ({log})", flush=True)
+        self._made_as(one).write_text(json.dumps(self._how(one)))
+        if not self.is_recorded(one):
+            printed = log.read_text(errors="replace").strip().splitlines()
+            self.failed[one.name] = "\n".join(printed[-6:])
+        elif wrong := self._other_versions(one):
+            self.failed[one.name] = wrong
+            self._made_as(one).unlink()
+
+    def _clear(self, folder: Path) -> None:
+        """Delete what an interrupted run has left, and nothing else."""
+        from ddp_equivalence.gate.record import NAME
+
+        if not folder.exists():
+            return
+        inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["a file"]
+        if set(inside) - {NAME}:
+            right = f"a folder with no {folder.name} in it, or one that holds a record alone"
+            raise BadCase("out", str(self._out), right)
+        shutil.rmtree(folder)
+
+    def _other_versions(self, one: Wanted) -> str:
+        """What ran although another version was asked for; "" if nothing did."""
+        from ddp_equivalence.gate.record import read_record
+
+        environment = read_record(self.folder(one)).environment
+        found = environment["packages"]
+        hidden = [name for name, _ in one.versions if name in environment["hidden"]]
+        wrong = [
+            f"{name} of this folder is imported, and not the package: call `matrix` elsewhere"
+            for name in hidden
+        ]
+        wrong += [
+            f"{name} {version} was asked for, and {found.get(name, 'none')} ran: is another one "
+            "found first, such as by PYTHONPATH?"
+            for name, version in one.versions
+            if str(found.get(name)).partition("+")[0] != version.partition("+")[0]
+        ]
+        return "\n".join(wrong)

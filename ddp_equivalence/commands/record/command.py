@@ -1,30 +1,31 @@
-"""``ddp-equivalence record``: runs the suite and one's own checks, and writes a record."""
+"""ddp-equivalence record: runs the suite and one's own checks, and writes a record."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import os
 import resource
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
-from ddp_equivalence.commands.interruption import exit_code_of
-from ddp_equivalence.commands.record.asked import asked, given, part_of_suite
-from ddp_equivalence.commands.results import require_writable_folder
+from ddp_equivalence.commands.output import exit_code_of, require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.gate.record_lines import RecordWriter
-    from ddp_equivalence.gate.recorded import Recorded
+    from ddp_equivalence.gate.record import Recorded, RecordWriter
+
+
+# ``ddp-equivalence record``: runs the suite and one's own checks, and writes a record.
 
 NOTHING_COLLECTED = 5
 """Pytest's exit code where there is no test."""
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs = list(_runs(arguments))
     if not runs:
         raise BadCase("PATH", "", "checks of your own beside --no-suite, or the suite")
-    from ddp_equivalence.gate.record_lines import NAME, RecordWriter
+    from ddp_equivalence.gate.record import NAME, RecordWriter
 
     out.mkdir(parents=True)
     path = (out / NAME).resolve()
@@ -157,7 +158,7 @@ def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[
 def _runs(arguments: argparse.Namespace) -> list[_Run]:
     from ddp_equivalence.commands.record.given_checks import variable
     from ddp_equivalence.commands.suite_folder import TESTS, suite_folder
-    from ddp_equivalence.gate.recorded import OF_SUITE
+    from ddp_equivalence.gate.record import OF_SUITE
 
     common = [*(["-n", arguments.n] if arguments.n != "0" else []), *_words(arguments.k)]
     runs = []
@@ -189,9 +190,8 @@ def _cache() -> str:
 
 def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
     from ddp_equivalence.commands.suite_folder import suite_folder
-    from ddp_equivalence.gate.defaults import defaults
-    from ddp_equivalence.gate.record_lines import SCHEMA
-    from ddp_equivalence.gate.surroundings import source_digest, surroundings
+    from ddp_equivalence.gate.record import SCHEMA
+    from ddp_equivalence.gate.surroundings import defaults, source_digest, surroundings
 
     writer.write(
         "record",
@@ -220,3 +220,65 @@ def _ran(one: _Run, path: Path) -> int:
             *(f"--ddp-lines={path}", f"--ddp-lines-of={one.of}"),
         ]
         return exit_code_of(command, one.at, {**os.environ, **one.environment})
+
+
+# What a run is asked to check.
+
+PartOfSuite = Literal["none", "pairwise", "all"]
+"""How much of the suite runs. With ``-k`` it is "all", of those tests that its words select."""
+
+
+def part_of_suite(*, is_run: bool, whole: bool) -> PartOfSuite:
+    """The part that is run. ``whole``: as the option ``--all`` asks for."""
+    if not is_run:
+        return "none"
+    return "all" if whole else "pairwise"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One PATH of the command line. ``is_test``: pytest collects it; else it is for ``check``."""
+
+    text: str
+    file: Path
+    is_test: bool
+
+
+def given(text: str) -> Given:
+    """``tests/``, ``test_a.py``, ``test_a.py::test_b``, ``mine.py`` or ``mine.py:step``.
+
+    Raises BadCase for what is none of these, or does not exist.
+    """
+    name, colons, _ = text.partition("::")
+    step = ""
+    if not colons and ".py:" in text:
+        name, _, step = text.rpartition(":")
+    path = Path(name)
+    if not path.exists():
+        raise BadCase("PATH", text, "a file or folder that exists")
+    if path.is_file() and path.suffix != ".py":
+        raise BadCase("PATH", text, "a folder, or a file of Python")
+    is_test = path.name.startswith("test_") or path.stem.endswith("_test")
+    if colons and not is_test:
+        raise BadCase("PATH", text, f"{name}:STEP for a step of a file for `check`")
+    return Given(text, path, path.is_dir() or (is_test and not step))
+
+
+def asked(
+    paths: Sequence[str], commands: Sequence[str], words: str, suite: PartOfSuite
+) -> Mapping[str, Any]:
+    """What the first line of a record says of it, with a digest of the files. What these import
+    is not in the digest. Raises BadCase.
+    """
+    hashed = hashlib.sha256()
+    for text in paths:
+        file = given(text).file
+        for one in sorted(file.rglob("*.py")) if file.is_dir() else [file]:
+            hashed.update(f"{one.as_posix()}\n".encode() + one.read_bytes())
+    return {
+        "suite": suite,
+        "paths": list(paths),
+        "observed": list(commands),
+        "selected": words,
+        "files": hashed.hexdigest()[:32],
+    }

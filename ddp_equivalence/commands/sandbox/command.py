@@ -1,25 +1,25 @@
-"""``ddp-equivalence sandbox``: the published toy problem, measured and in closed form."""
+"""ddp-equivalence sandbox: the published toy problem, measured and in closed form."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDGED, SAME
-from ddp_equivalence.commands.results import (
-    require_writable_file,
-    write_json,
-)
-from ddp_equivalence.commands.sandbox.extra_packages import require_scipy
+from ddp_equivalence.commands.output import require_writable_file, write_json
 from ddp_equivalence.ranks.failure import RankFailed
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.sandbox.problem import Problem
     from ddp_equivalence.commands.sandbox.table import FinishedRow
+    from ddp_equivalence.commands.sandbox.training import Problem
+
+
+# ``ddp-equivalence sandbox``: the published toy problem, measured and in closed form.
 
 OF_A_SINGLE_RUN = ("lr", "batch_size", "n_epochs", "deterministic", "n_experiments", "ranks")
 """Options of single and multi. The table does not take them."""
@@ -133,7 +133,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _problem(arguments: argparse.Namespace) -> Problem:
-    from ddp_equivalence.commands.sandbox.problem import Problem
+    from ddp_equivalence.commands.sandbox.training import Problem
 
     given = {
         name: getattr(arguments, name)
@@ -156,17 +156,21 @@ def _problem(arguments: argparse.Namespace) -> Problem:
 
 
 def _single_run(problem: Problem, as_published: bool) -> int:
-    from ddp_equivalence.commands.sandbox import agreement, text
-    from ddp_equivalence.commands.sandbox.closed_form import closed_form
-    from ddp_equivalence.commands.sandbox.training import train
+    from ddp_equivalence.commands.sandbox.table import (
+        result_lines,
+        spread_lines,
+        title,
+        with_closed_form,
+    )
+    from ddp_equivalence.commands.sandbox.training import closed_form, train
 
-    print(text.title(problem, as_published), flush=True)
+    print(title(problem, as_published), flush=True)
     result, expected = train(problem, as_published, _progress("")), closed_form(problem)
-    agreements = agreement.with_closed_form(result, expected)
-    for line in ("", *text.result_lines(problem, result, expected, agreements)):
+    agreements = with_closed_form(result, expected)
+    for line in ("", *result_lines(problem, result, expected, agreements)):
         print(line)
     if problem.ranks > 1:
-        for line in text.spread_lines(problem, result):
+        for line in spread_lines(problem, result):
             print(line)
     named = _print_named(problem) if as_published else True
     holds = [one.holds for one in agreements]
@@ -178,7 +182,7 @@ def _single_run(problem: Problem, as_published: bool) -> int:
 def _print_named(problem: Problem) -> bool:
     """Print how the suite names the published script's mistake. True if it names the right one."""
     from ddp_equivalence.check_equivalence import check
-    from ddp_equivalence.commands.sandbox.as_published import as_published, case_of
+    from ddp_equivalence.commands.sandbox.training import as_published, case_of
 
     verdict = check(case_of(problem), as_published, backend="gloo")
     print("\nThe suite's report on the first step of this run, with noise:\n")
@@ -188,7 +192,7 @@ def _print_named(problem: Problem) -> bool:
 
 def _table(seed: int, path: Path | None) -> int:
     from ddp_equivalence.commands.sandbox import table
-    from ddp_equivalence.commands.sandbox.published import ROWS
+    from ddp_equivalence.commands.sandbox.table import ROWS
 
     rows: list[FinishedRow] = []
     interrupted = False
@@ -223,3 +227,13 @@ def _progress(before: str) -> Any:
             print(f"\r{before}{done} of {of} blocks{end}", end="", file=sys.stderr, flush=True)
 
     return tell
+
+
+# The package that the sandbox needs, and that only an optional extra installs.
+
+
+def require_scipy() -> None:
+    """Raises BadCase if scipy, which computes the intervals, is not installed."""
+    if find_spec("scipy") is None:
+        right = "an installed scipy: pip install 'ddp_equivalence[sandbox]'"
+        raise BadCase("sandbox", "no scipy", right)

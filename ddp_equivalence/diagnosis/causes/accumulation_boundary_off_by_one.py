@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
-from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import by_hand
-from ddp_equivalence.diagnosis.lines.number_text import count_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_gradients import backward_count, lines_that_clear
+from ddp_equivalence.diagnosis.lines.of_reduction import by_hand, lines_of_no_sync
+from ddp_equivalence.diagnosis.lines.words import count_text, in_order
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

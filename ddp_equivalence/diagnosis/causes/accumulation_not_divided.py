@@ -12,17 +12,14 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Indication,
     Prediction,
     WrongFactor,
-)
-from ddp_equivalence.diagnosis.indications import (
     common_loss_factor,
     losses_close,
     micro_batches_of_a_rank,
     unrecognised_micro_batches,
 )
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss, line_that_scales_loss
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 SURELY_DIVIDED = 0.9
@@ -80,7 +77,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return in_order(view, loss, *(place.pointed(note) for place in backwards))
 
 
-def _last_backward(view: View) -> list[Place]:
+def _last_backward(view: View) -> list[CallSite]:
     return view.observed.calls.backwards[-1:]
 
 

@@ -12,25 +12,22 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Prediction,
     Words,
     WrongFactor,
-)
-from ddp_equivalence.diagnosis.indications import (
     common_loss_factor,
     every_loss_is_the_big_batch_loss,
     losses_close,
 )
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
     by_hand,
     hook_was_registered,
     in_hook,
     line_of_reduction,
 )
-from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_alone_is_wrong
+from ddp_equivalence.diagnosis.whereabouts.own_gradient import backward_alone_is_wrong
 from ddp_equivalence.measurement.calls import Kind
 
 
@@ -89,7 +86,7 @@ def _divisions(view: View) -> list[PointedLine]:
     return found
 
 
-def _times(place: Place, names: frozenset[str]) -> int:
+def _times(place: CallSite, names: frozenset[str]) -> int:
     """How often the calls of this place changed each of these gradients, at least."""
     changed = [name for call in place.calls for name in (call.change or call).names]
     return min(map(changed.count, names), default=0)

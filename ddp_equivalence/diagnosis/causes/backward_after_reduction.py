@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, ranks_by_number
+from ddp_equivalence.diagnosis.lines.source_tree import at_meeting
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 
@@ -119,7 +117,7 @@ def indication(view: View) -> Indication | None:
     return Indication(True, f"{who} called backward again after the last reduction of gradients")
 
 
-def _places(view: View) -> tuple[list[Place], list[Place]]:
+def _places(view: View) -> tuple[list[CallSite], list[CallSite]]:
     """The lines that reduce, and the lines of the backwards after the last reduction."""
     calls, reduced = view.observed.calls, _backwards_reduced(view)
     late = {

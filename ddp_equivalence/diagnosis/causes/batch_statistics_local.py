@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes.contrastive_local_negatives import mean_of_local_losses
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_modules import STATISTICS, loss_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_loss import STATISTICS, loss_lines
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 NAME = "batch_statistics_local"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
-from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.words import counted, names_text
 from ddp_equivalence.diagnosis.reduced import with_reduced_gradients
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -101,7 +100,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [hook, *pointed]
 
 
-def communication_hooks(view: View) -> list[Place]:
+def communication_hooks(view: View) -> list[CallSite]:
     """The lines that gave DDP a communication hook."""
     return view.observed.calls.places(Kind.HOOK)
 

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_buffers import (
-    buffer_changes,
-    buffers_apart,
-    forwards_of,
-)
-from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_loss import buffer_changes, buffers_apart, forwards_of
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 MOST_LINES = 2

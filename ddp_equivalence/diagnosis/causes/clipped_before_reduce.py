@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.clipping import (
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, ranks_by_number
+from ddp_equivalence.diagnosis.lines.of_reduction import by_hand, line_of_reduction
+from ddp_equivalence.diagnosis.lines.source_tree import at_meeting, meeting_lines
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.means_of_parts import (
     Clip,
     common_events,
     gradients_by_backward,
     replayed,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import by_hand, line_of_reduction
-from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting, meeting_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -150,7 +148,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return in_order(view, reduction)
 
 
-def _reduction_after(place: Place, view: View) -> Call | None:
+def _reduction_after(place: CallSite, view: View) -> Call | None:
     """The first call that reduced gradients by hand after the first clip of this place."""
     calls = view.observed.calls.of(place.ranks[0])
     after = calls[calls.index(place.first) :]
@@ -158,12 +156,12 @@ def _reduction_after(place: Place, view: View) -> Call | None:
     return next((call for call in after if id(call) in reducing), None)
 
 
-def _to(place: Place) -> str:
+def _to(place: CallSite) -> str:
     value = place.first.value
     return "" if value is None else f" to {text_of(value, '.3g')}"
 
 
-def _factor(place: Place, rank: int) -> float | None:
+def _factor(place: CallSite, rank: int) -> float | None:
     change = place.by_rank[rank][0].change
     return None if change is None or change.cleared else change.factor
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.clipping import (
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.means_of_parts import (
     Clip,
     clipped,
     clips_norm,
@@ -17,9 +18,8 @@ from ddp_equivalence.diagnosis.clipping import (
     gradients_by_backward,
     replayed,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

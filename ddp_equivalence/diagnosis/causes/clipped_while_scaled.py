@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.clipping import ADDED_TO_NORM, clips_norm
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.means_of_parts import ADDED_TO_NORM, clips_norm
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -91,7 +90,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     if seen is None:
         return ()
 
-    def is_it(place: Place) -> bool:
+    def is_it(place: CallSite) -> bool:
         return seen is not None and place.first.line == seen.call.line
 
     scaling = [

@@ -9,9 +9,9 @@ import torch
 
 from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import is_mean_over_examples
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_modules import COMPARISONS, loss_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_loss import COMPARISONS, loss_lines
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 NAME = "contrastive_local_negatives"

@@ -6,36 +6,34 @@ from collections.abc import Sequence
 from math import isclose
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.hypothesis import (
-    Hypothesis,
-    Indication,
-    Prediction,
-    Words,
-    WrongFactor,
-)
-from ddp_equivalence.diagnosis.indications import (
-    LOSS_ROUNDING,
-    common_loss_factor,
-    losses_close,
-)
-from ddp_equivalence.diagnosis.lines.divided_by import divisors
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
-    averages,
-    is_unseen,
-    line_of_reduction,
-    line_that_scales_gradients,
-)
-from ddp_equivalence.diagnosis.lines.loss_lines import last_backward, line_of_loss, losses_before
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.other_counts import (
+from ddp_equivalence.diagnosis.divisors import (
     Count,
     CountsByRank,
     RatioOfCounts,
     counts_by_rank,
     ratio_of_counts,
 )
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.hypothesis import (
+    LOSS_ROUNDING,
+    Hypothesis,
+    Indication,
+    Prediction,
+    Words,
+    WrongFactor,
+    common_loss_factor,
+    losses_close,
+)
+from ddp_equivalence.diagnosis.lines.of_loss import last_backward, line_of_loss, losses_before
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    averages,
+    is_unseen,
+    line_of_reduction,
+    line_that_scales_gradients,
+)
+from ddp_equivalence.diagnosis.lines.origins import divisors
+from ddp_equivalence.diagnosis.lines.source_tree import run_lines
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 FEW_DIGITS = "2"

@@ -15,20 +15,19 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Prediction,
     Words,
     WrongFactor,
+    common_loss_factor,
+    losses_close,
 )
-from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
-    lines_of_divisor,
-    lines_of_hook_number,
-)
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     common_factor,
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
+    lines_of_divisor,
+    lines_of_hook_number,
 )
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

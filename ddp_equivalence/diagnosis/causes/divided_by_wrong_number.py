@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import averaged_twice, divided_by_local_world_size
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import reduces_gradients
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor
+from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, draw_lines, module_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_loss import DROPOUTS, draw_lines, module_lines
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

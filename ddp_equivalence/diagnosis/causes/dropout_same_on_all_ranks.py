@@ -10,9 +10,8 @@ from ddp_equivalence.diagnosis.causes.dropout_differs_from_reference import (
     step_set_the_same_seed,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, draw_lines, module_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.lines.of_loss import DROPOUTS, draw_lines, module_lines
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -45,7 +44,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [*seeded, *(replace(one, is_fault=not seeded) for one in modules)]
 
 
-def _same_seeds(view: View) -> list[Place]:
+def _same_seeds(view: View) -> list[CallSite]:
     places = view.observed.calls.places(Kind.SEED, where=lambda call: call.backwards == 0)
     return [
         place

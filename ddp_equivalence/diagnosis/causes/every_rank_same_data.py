@@ -10,13 +10,11 @@ from ddp_equivalence.diagnosis.examples_read import (
     examples_seen,
     predictions_from_examples_read,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share, with_reads
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.reduction_groups import groups_text
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, indication_if
+from ddp_equivalence.diagnosis.lines import of_data
+from ddp_equivalence.diagnosis.lines.of_data import lines_that_share, with_reads
+from ddp_equivalence.diagnosis.reduced import groups_text
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -51,30 +49,30 @@ def lines(view: View) -> Sequence[PointedLine]:
         place.pointed(f"{place.first.what} on every rank", is_fault=True)
         for place in _samplers_of_one_rank(view)
     ]
-    if not pointed and not lines_that_read.samplers(view):
+    if not pointed and not of_data.samplers(view):
         pointed = [
             place.pointed(f"no DistributedSampler: {place.first.what} on every rank", is_fault=True)
-            for place in lines_that_read.loaders(view)
+            for place in of_data.loaders(view)
             if len(place.ranks) == view.world_size
         ]
     if not pointed:
         pointed = [
             place.pointed(f"{place.first.collective.op} in {groups_text(place.groups)}")
-            for place in lines_that_read.data_collectives(view)
+            for place in of_data.data_collectives(view)
             if place.first.collective is not None
         ]
     if not pointed:
         pointed = lines_that_share(view)
     note, known = _read_by_all(view), any(one.is_fault for one in pointed)
-    read = [place.pointed(note, is_fault=not known) for place in lines_that_read.reads(view)[:1]]
+    read = [place.pointed(note, is_fault=not known) for place in of_data.reads(view)[:1]]
     return with_reads(pointed[-2:], read)
 
 
-def _samplers_of_one_rank(view: View) -> list[Place]:
+def _samplers_of_one_rank(view: View) -> list[CallSite]:
     """The lines that made samplers which give all ranks the same examples."""
     return [
         place
-        for place in lines_that_read.samplers(view)
+        for place in of_data.samplers(view)
         if len({calls[-1].what for calls in place.by_rank.values()}) == 1
         and len(place.ranks) == view.world_size
     ]
@@ -91,7 +89,7 @@ def fix(view: View) -> str:
     size = view.world_size
     if _samplers_of_one_rank(view):
         return f"give DistributedSampler num_replicas={size} and the number of its own rank."
-    if lines_that_read.loaders(view) and not lines_that_read.samplers(view):
+    if of_data.loaders(view) and not of_data.samplers(view):
         return f"give the DataLoader a DistributedSampler with num_replicas={size} and its rank."
     count = view.setting.example_count
     return f"let each of the {size} ranks read other ones of the {count} examples."

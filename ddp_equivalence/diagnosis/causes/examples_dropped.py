@@ -11,13 +11,15 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_by_no_rank,
     read_more_than_once,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_of_samplers import lines_of_wrong_samplers
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_leave_out, with_reads
-from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, indication_if
+from ddp_equivalence.diagnosis.lines import of_data
+from ddp_equivalence.diagnosis.lines.of_data import (
+    lines_of_wrong_samplers,
+    lines_that_leave_out,
+    lines_that_replace_rows,
+    with_reads,
+)
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -51,22 +53,22 @@ def indication(view: View) -> Indication | None:
 def lines(view: View) -> Sequence[PointedLine]:
     """The sampler or loader that drops examples, or the lines where too few are read."""
     drops = [
-        place.pointed(f"leaves out {lines_that_read.dropped_by(place)} examples", is_fault=True)
-        for place in lines_that_read.samplers(view)
-        if lines_that_read.dropped_by(place)
+        place.pointed(f"leaves out {of_data.dropped_by(place)} examples", is_fault=True)
+        for place in of_data.samplers(view)
+        if of_data.dropped_by(place)
     ]
     drops += [
         place.pointed("leaves out a last batch that is not full", is_fault=True)
-        for place in lines_that_read.loaders(view)
-        if lines_that_read.last_batch_of(view, place)
+        for place in of_data.loaders(view)
+        if of_data.last_batch_of(view, place)
     ]
     drops = lines_of_wrong_samplers(view) or drops
-    drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
-    drops = drops or lines_that_read.lines_of_own_sampler(view)
+    drops = drops or of_data.line_that_drops(view, read_by_no_rank(view))
+    drops = drops or of_data.lines_of_own_sampler(view)
     drops = lines_that_replace_rows(view) or drops or lines_that_leave_out(view)
     read = [
-        place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
-        for place in lines_that_read.reads(view)
+        place.pointed(of_data.what_was_read(view, place), is_fault=not drops)
+        for place in of_data.reads(view)
     ]
     return with_reads(drops[:2], read[-1:])
 

@@ -7,22 +7,24 @@ from dataclasses import replace
 
 import torch
 
-from ddp_equivalence.diagnosis.clipping import gradients_by_backward
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Words, WrongFactor
-from ddp_equivalence.diagnosis.indications import (
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Words,
+    WrongFactor,
     every_loss_is_the_big_batch_loss,
     indication_if,
     losses_of_backwards,
     mean_loss_is_the_big_batch_loss,
 )
 from ddp_equivalence.diagnosis.lines.source_tree import is_in_class
-from ddp_equivalence.diagnosis.lines.words_of_lines import counted
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.words import counted
+from ddp_equivalence.diagnosis.means_of_parts import gradients_by_backward
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
-from ddp_equivalence.measurement.cuts import OwnBackward
+from ddp_equivalence.measurement.graph_watch import OwnBackward
 
 OF_TORCH = "torch.distributed.nn.functional"
 """The collectives of torch that pass a gradient on."""
@@ -75,7 +77,7 @@ def _calls(view: View) -> Iterator[Call]:
     return (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
 
 
-def _is_gather(place: Place) -> bool:
+def _is_gather(place: CallSite) -> bool:
     """True for a gather. A sum brings no rank the rows of another."""
     return place.first.collective is not None and "gather" in place.first.collective.op
 
@@ -156,7 +158,7 @@ def _own_backwards(view: View) -> list[OwnBackward]:
     ]
 
 
-def _gathers(view: View) -> list[Place]:
+def _gathers(view: View) -> list[CallSite]:
     def is_in_forward(call: Call) -> bool:
         collective = call.collective
         return (
@@ -173,7 +175,7 @@ def _gathers(view: View) -> list[Place]:
     return [place for place in places if _elements(place) > 1] or places
 
 
-def _elements(place: Place) -> int:
+def _elements(place: CallSite) -> int:
     return 0 if place.first.collective is None else place.first.collective.elements
 
 

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
-from ddp_equivalence.diagnosis.indications import (
+from ddp_equivalence.diagnosis.hypothesis import (
     LOSS_ROUNDING,
+    Hypothesis,
+    Indication,
+    WrongFactor,
     common_loss_factor,
     losses_close,
 )
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     common_factor,
     line_that_scales,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

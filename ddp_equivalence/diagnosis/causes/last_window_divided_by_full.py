@@ -11,9 +11,9 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Indication,
     Prediction,
     WrongFactor,
+    common_loss_factor,
 )
-from ddp_equivalence.diagnosis.indications import common_loss_factor
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

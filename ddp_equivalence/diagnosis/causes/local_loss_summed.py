@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
-from ddp_equivalence.diagnosis.indications import (
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    WrongFactor,
     losses_close,
     losses_of_backwards,
     micro_batches_of_a_rank,
 )
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import common_factor, line_of_reduction
-from ddp_equivalence.diagnosis.lines.loss_lines import line_of_unscaled_loss
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.sums_of_gradients import sum_is_right
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_unscaled_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import common_factor, line_of_reduction
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.reduced import sum_is_right
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

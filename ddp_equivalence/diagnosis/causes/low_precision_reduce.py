@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import hook_text, line_of_reduction
+from ddp_equivalence.diagnosis.lines.of_reduction import hook_text, line_of_reduction
 from ddp_equivalence.diagnosis.lines.origins import links_of_line
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.lines.source_tree import run_lines
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -96,7 +95,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return in_order(view, line_of_reduction(view, is_fault=True))
 
 
-def _lines_that_narrow(view: View, place: Place) -> list[PointedLine]:
+def _lines_that_narrow(view: View, place: CallSite) -> list[PointedLine]:
     """The line that made the tensor of a narrower type, and the one that made what it is made of.
 
     Empty if the line that reduces it has made it.

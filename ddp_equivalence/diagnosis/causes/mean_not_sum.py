@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.factors_of_ranks import also_on_one_rank
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     by_hand,
     in_hook,
     is_unseen,
@@ -15,9 +15,9 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_that_scales,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.words import in_order
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

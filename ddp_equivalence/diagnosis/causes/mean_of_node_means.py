@@ -9,9 +9,8 @@ import torch
 from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -47,8 +46,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     node_of = {
         rank: node for node, ranks in enumerate(view.setting.ranks_by_node) for rank in ranks
     }
-    between: list[Place] = []
-    inside: list[Place] = []
+    between: list[CallSite] = []
+    inside: list[CallSite] = []
     for place in view.observed.calls.reductions:
         joins = any(len({node_of[rank] for rank in group}) > 1 for group in place.groups)
         (between if joins else inside).append(place)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_hook_state import lines_of_hook_state
-from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
+    lines_of_hook_state,
+    lines_that_keep_from_reducing,
+)
 from ddp_equivalence.diagnosis.reduced import gradients_were_reduced, reduced_parameters
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

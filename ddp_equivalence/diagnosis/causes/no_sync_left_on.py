@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import no_all_reduce
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
-from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, indication_if
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_no_sync
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

@@ -11,8 +11,8 @@ from ddp_equivalence.diagnosis.causes.rank_left_out import (
     ranks_without_weight,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_left_out import fix_of_left_out, lines_of_left_out
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_gradients import fix_of_left_out, lines_of_left_out
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

@@ -14,13 +14,13 @@ from ddp_equivalence.diagnosis.causes.reduced_in_wrong_group import (
     means_of_groups,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.reduction_groups import (
+from ddp_equivalence.diagnosis.reduced import (
     groups_text,
     reduced_only_in_subgroups,
     separate_groups,
     wrapped_groups,
 )
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_gradients import backward_count, lines_that_clear
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

@@ -7,10 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
-from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    indication_if,
+    ranks_by_number,
+)
+from ddp_equivalence.diagnosis.lines.words import names_text
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

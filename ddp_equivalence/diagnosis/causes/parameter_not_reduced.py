@@ -7,17 +7,15 @@ from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
     lines_of_sharding,
-    sharded_names,
-)
-from ddp_equivalence.diagnosis.lines.unreached import (
     lines_that_keep_from_reducing,
     lines_that_return_before,
+    sharded_names,
 )
-from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.words import counted, names_text
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import no_all_reduce
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, indication_if
+from ddp_equivalence.diagnosis.lines.words import counted, names_text
 from ddp_equivalence.diagnosis.reduced import gradients_were_reduced, reduced_parameters
-from ddp_equivalence.diagnosis.step_calls import REDUCING
+from ddp_equivalence.diagnosis.setting import REDUCING, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 

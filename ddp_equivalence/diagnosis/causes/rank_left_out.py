@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines.lines_of_left_out import (
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, ranks_by_number
+from ddp_equivalence.diagnosis.lines.of_gradients import (
     fix_of_left_out,
     lines_of_left_out,
     ranks_without_gradient,
 )
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 NO_WEIGHT = 1e-3

@@ -13,11 +13,10 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_more_than_once,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
+from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
+from ddp_equivalence.diagnosis.lines.source_tree import run_lines
 from ddp_equivalence.diagnosis.lines.sources import Sources
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -98,7 +97,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     ]
 
 
-def _differs_by_rank(place: Place) -> bool:
+def _differs_by_rank(place: CallSite) -> bool:
     """True if the ranks gave different seeds here."""
     values = {place.by_rank[rank][0].value for rank in place.ranks}
     return len(values) > 1 and None not in values

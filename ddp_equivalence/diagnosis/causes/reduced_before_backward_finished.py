@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.causes.accumulation_boundary_off_by_one import reduced_early
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, indication_if
 from ddp_equivalence.diagnosis.lines.lines_of_wrapping import sharded_names
-from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.lines.source_tree import at_meeting
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -66,7 +64,10 @@ def lines(view: View) -> Sequence[PointedLine]:
     if early and late:
         first = early[0].pointed(note, is_fault=True)
         return at_meeting(first, late[0].pointed(), early[0].first, late[0].calls[-1])
-    return [*(place.pointed(note, is_fault=True) for place in early[:1]), *map(Place.pointed, late)]
+    return [
+        *(place.pointed(note, is_fault=True) for place in early[:1]),
+        *map(CallSite.pointed, late),
+    ]
 
 
 def fix(view: View) -> str:

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
-from ddp_equivalence.diagnosis.lines.lines_into_temporaries import lines_into_temporaries
+from ddp_equivalence.diagnosis.lines.of_gradients import lines_into_temporaries
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, place_of
-from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import REDUCING, Place
+from ddp_equivalence.diagnosis.lines.words import counted, names_text
+from ddp_equivalence.diagnosis.setting import REDUCING, CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 
@@ -82,7 +81,7 @@ def indication(view: View) -> Indication | None:
     )
 
 
-def _reductions(view: View) -> list[Place]:
+def _reductions(view: View) -> list[CallSite]:
     unused = _copied_and_not_used(view)
 
     def is_unused(call: Call) -> bool:
@@ -100,7 +99,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [*shown, *_lines_that_write_others(view)]
 
 
-def _lines_of(place: Place) -> list[PointedLine]:
+def _lines_of(place: CallSite) -> list[PointedLine]:
     """The line that reduces copies; before it those of the caller that made them, if it is one."""
     elements = sum(call.collective.elements for call in place.calls if call.collective)
     names = {name for call in place.calls for name in _copied_by(call)}
@@ -127,7 +126,7 @@ def _lines_of(place: Place) -> list[PointedLine]:
     ]
 
 
-def _site(place: Place) -> CodeLine | None:
+def _site(place: CallSite) -> CodeLine | None:
     """The line that gave the copies to the helper which reduces them; None if one function does
     both.
     """
@@ -147,7 +146,7 @@ def _function_at(line: CodeLine) -> object:
     return line.file if place is None or place.function is None else place.function
 
 
-def _is_given(place: Place) -> bool:
+def _is_given(place: CallSite) -> bool:
     """True if the collective's tensor is an argument of the function that issues it."""
     at, collective = place_of(place.line.file, place.line.number), place.first.collective
     if at is None or at.function is None or collective is None:

@@ -6,22 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines.lines_of_hook_state import (
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, ranks_by_number
+from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
     hooks_of_all_steps,
     lines_of_hook_state,
+    lines_of_small_groups,
 )
-from ddp_equivalence.diagnosis.lines.lines_of_wrapping import lines_of_small_groups
-from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.reduction_groups import (
-    Groups,
-    groups_text,
-    separate_groups,
-    wrapped_groups,
-)
-from ddp_equivalence.diagnosis.step_calls import StepCalls
+from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows
+from ddp_equivalence.diagnosis.reduced import Groups, groups_text, separate_groups, wrapped_groups
+from ddp_equivalence.diagnosis.setting import PointedLine, StepCalls
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

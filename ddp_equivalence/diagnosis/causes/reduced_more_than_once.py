@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import way_to
-from ddp_equivalence.diagnosis.lines.lines_put_into import lines_that_put_into
+from ddp_equivalence.diagnosis.lines.of_reduction import way_to
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.source_tree import run_lines
+from ddp_equivalence.diagnosis.lines.sources import lines_that_put_into
+from ddp_equivalence.diagnosis.lines.words import names_text
+from ddp_equivalence.diagnosis.reduced import Repeated, sums_repeated
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.step_calls import Place
-from ddp_equivalence.diagnosis.sums_of_gradients import Repeated, sums_repeated
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -116,7 +115,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [*lines_that_put_into(view, again), again.pointed(note, is_fault=True), *lists]
 
 
-def _places(view: View, repeated: dict[str, Repeated]) -> list[Place]:
+def _places(view: View, repeated: dict[str, Repeated]) -> list[CallSite]:
     """The lines that add these gradients up, in the order in which they came to them."""
     calls: set[Call] = {call for one in repeated.values() for call in one.calls}
     return view.observed.calls.places(Kind.COLLECTIVE, where=lambda call: call in calls)

@@ -16,12 +16,16 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_more_than_once,
     share_sizes,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
-from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    indication_if,
+    ranks_by_number,
+)
+from ddp_equivalence.diagnosis.lines import of_data
+from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -83,26 +87,26 @@ def lines(view: View) -> Sequence[PointedLine]:
     repeated = read_more_than_once(view)
     pads = [
         place.pointed(
-            f"pads {place.first.value:.0f} examples by {lines_that_read.padding_of(place)}",
+            f"pads {place.first.value:.0f} examples by {of_data.padding_of(place)}",
             is_fault=True,
         )
-        for place in lines_that_read.samplers(view)
-        if lines_that_read.padding_of(place)
+        for place in of_data.samplers(view)
+        if of_data.padding_of(place)
     ]
-    pads = pads or lines_that_read.line_that_repeats(view, repeated)
-    pads = pads or lines_that_read.lines_of_own_sampler(view)
+    pads = pads or of_data.line_that_repeats(view, repeated)
+    pads = pads or of_data.lines_of_own_sampler(view)
     pads = pads or lines_that_share(view)
     pointed = []
-    for place in lines_that_read.reads(view):
-        if lines_that_read.ranks_that_read(view, place, repeated):
+    for place in of_data.reads(view):
+        if of_data.ranks_that_read(view, place, repeated):
             note = _who_read(view, place, repeated[:2])
             pointed.append(place.pointed(note, is_fault=not pads))
     return [*pads[:2], *pointed[: 3 - len(pads[:2])]]
 
 
-def _who_read(view: View, place: Place, examples: Sequence[int]) -> str:
+def _who_read(view: View, place: CallSite, examples: Sequence[int]) -> str:
     """Which ranks read each of these examples at this place."""
-    readers = {one: lines_that_read.ranks_that_read(view, place, [one]) for one in examples}
+    readers = {one: of_data.ranks_that_read(view, place, [one]) for one in examples}
     return "; ".join(
         f"{ranks_by_number(ranks)} read{'s' if len(ranks) == 1 else ''} example {one}"
         for one, ranks in readers.items()

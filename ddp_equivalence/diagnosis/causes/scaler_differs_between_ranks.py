@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import losses_close
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import line_of_reduction
-from ddp_equivalence.diagnosis.lines.uneven_lines import lines_run_unevenly
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, losses_close
+from ddp_equivalence.diagnosis.lines.of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.lines.source_tree import lines_run_unevenly
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -121,7 +119,7 @@ def _divisor(call: Call) -> float | None:
     return 1 / factor if factor else None
 
 
-def _by_rank(place: Place, number: Callable[[Call], float | None]) -> str:
+def _by_rank(place: CallSite, number: Callable[[Call], float | None]) -> str:
     """The numbers of all ranks' first calls, as text; "" if they are equal or not known."""
     numbers = [number(place.by_rank[rank][0]) for rank in place.ranks]
     if None in numbers or all(losses_close(one or 0.0, numbers[0] or 0.0) for one in numbers):

@@ -14,14 +14,17 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_by_no_rank,
     read_by_several_ranks,
     read_equally_often,
+    texts_of_rows,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_of_samplers import lines_of_wrong_samplers
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share, with_reads
-from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.rows_text import texts_of_rows
+from ddp_equivalence.diagnosis.lines import of_data
+from ddp_equivalence.diagnosis.lines.of_data import (
+    lines_of_wrong_samplers,
+    lines_that_replace_rows,
+    lines_that_share,
+    with_reads,
+)
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -60,8 +63,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     ranks = next(iter(read_by_several_ranks(view)), ())
     sharing = lines_of_wrong_samplers(view)[:2] or lines_that_share(view, ranks)
     read = [
-        place.pointed(lines_that_read.what_was_read(view, place, ranks), is_fault=not sharing)
-        for place in lines_that_read.reads(view)
+        place.pointed(of_data.what_was_read(view, place, ranks), is_fault=not sharing)
+        for place in of_data.reads(view)
         if set(ranks) & set(place.ranks)
     ]
     return with_reads(sharing, read[-1:])

@@ -7,18 +7,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ddp_equivalence.diagnosis.examples_read import passes_of_read_examples
-from ddp_equivalence.diagnosis.hypothesis import (
-    Hypothesis,
-    Indication,
-    Prediction,
-    WrongFactor,
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines.of_gradients import (
+    backward_count,
+    lines_of_partial_clears,
+    lines_that_clear,
 )
-from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting, meeting_lines
-from ddp_equivalence.diagnosis.lines.partial_clears import lines_of_partial_clears
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.source_tree import at_meeting, meeting_lines
+from ddp_equivalence.diagnosis.lines.words import in_order
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 

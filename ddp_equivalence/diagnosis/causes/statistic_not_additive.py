@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.additivity import why_not_additive
+from ddp_equivalence.diagnosis.divisors import why_not_additive
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 NAME = "statistic_not_additive"

@@ -9,8 +9,7 @@ from ddp_equivalence.diagnosis.causes import token_counts_weighted_equally
 from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import is_mean_over_examples
 from ddp_equivalence.diagnosis.factors_of_ranks import also_on_one_rank
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     by_hand,
     ddp_reduces,
     in_hook,
@@ -19,9 +18,10 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_that_scales,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.words import in_order
+from ddp_equivalence.diagnosis.reduced import sum_is_right, sums_repeated
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.sums_of_gradients import sum_is_right, sums_repeated
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Contents
 

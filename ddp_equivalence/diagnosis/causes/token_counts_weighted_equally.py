@@ -9,18 +9,18 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     is_mean_over_examples,
     mean_of_means,
 )
-from ddp_equivalence.diagnosis.class_weights import ClassWeights, class_weights
-from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
-    averages,
-    is_unseen,
-    line_of_reduction,
+from ddp_equivalence.diagnosis.divisors import (
+    ClassWeights,
+    class_weights,
+    counts_of_parts,
+    is_weighted_mean,
 )
-from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import averages, is_unseen, line_of_reduction
+from ddp_equivalence.diagnosis.lines.words import in_order
 from ddp_equivalence.diagnosis.means_of_parts import Over, nearest_mean
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 

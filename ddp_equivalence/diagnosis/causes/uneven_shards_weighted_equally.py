@@ -7,16 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
-from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
-    averages,
-    is_unseen,
-    line_of_reduction,
-)
-from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import averages, is_unseen, line_of_reduction
+from ddp_equivalence.diagnosis.lines.words import in_order
 from ddp_equivalence.diagnosis.means_of_parts import Over, means_over, nearest_mean
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 MOST_COUNTS = 8

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
-from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.reduction_groups import groups_text
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, ranks_by_number
+from ddp_equivalence.diagnosis.lines.words import counted, names_text
+from ddp_equivalence.diagnosis.reduced import groups_text
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
@@ -60,11 +58,11 @@ def _sends_weights(call: Call) -> bool:
     )
 
 
-def _first_values(place: Place) -> set[float | None]:
+def _first_values(place: CallSite) -> set[float | None]:
     return {calls[-1].value for calls in place.by_rank.values()}
 
 
-def where_weights_part(view: View) -> Place | None:
+def where_weights_part(view: View) -> CallSite | None:
     """The line after which the weights differed between ranks until the forward pass.
 
     None if no line was seen to change them so.

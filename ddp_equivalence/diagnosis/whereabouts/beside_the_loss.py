@@ -17,11 +17,10 @@ import torch
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.known_values import Known, KnownValues
-from ddp_equivalence.diagnosis.whereabouts.loss_operations import operations_of_the_loss
-from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.diagnosis.whereabouts.kinship import Known, KnownValues
+from ddp_equivalence.diagnosis.whereabouts.pieces import operations_of_the_loss
+from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
-from ddp_equivalence.measurement.operations import Operation, Operations, Value
 
 MOST_PASSES = 8
 """The loss of the case is computed of the examples of so many backward passes."""

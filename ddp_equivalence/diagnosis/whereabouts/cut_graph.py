@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ddp_equivalence.diagnosis.lines.withheld_lines import lines_that_ask
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
-from ddp_equivalence.diagnosis.whereabouts.replay import agree
-from ddp_equivalence.diagnosis.whereabouts.replayed_loss import Replay, replay_of
-from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.cut_watch import TO_PYTHON
-from ddp_equivalence.measurement.cuts import Cut, OwnBackward
+from ddp_equivalence.diagnosis.lines.of_gradients import lines_that_ask
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces, Replay, agree, replay_of
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, first_of_each_line
+from ddp_equivalence.measurement.calls import CodeLine, DeafBackward
+from ddp_equivalence.measurement.graph_watch import GIVES_NUMBERS, Cut, OwnBackward
+from ddp_equivalence.measurement.measure import OneRank
 from ddp_equivalence.measurement.observation import Observation
 
 MOST_CUT_LINES = 2
@@ -110,12 +110,12 @@ def _is_meant(cut: Cut, meant: Sequence[Cut]) -> bool:
 
 def _has_left_torch(cut: Cut) -> bool:
     """True if the numbers of a tensor went to Python, and not only a single one, as for a log."""
-    return cut.what in TO_PYTHON and any(math.prod(value.shape) > 1 for value in cut.values)
+    return cut.what in GIVES_NUMBERS and any(math.prod(value.shape) > 1 for value in cut.values)
 
 
 def cut_text(cut: Cut) -> str:
     """What the line did, as a clause."""
-    if cut.what in TO_PYTHON:
+    if cut.what in GIVES_NUMBERS:
         return f"{cut.what}() gives numbers without a gradient"
     if cut.without_grad:
         return "the result is computed where gradients are turned off"
@@ -193,3 +193,54 @@ def _own_line(one: OwnBackward) -> PointedLine:
 def _distinct(cuts: Sequence[Cut]) -> list[Cut]:
     """Each line once."""
     return list({cut.line: cut for cut in reversed(cuts)}.values())[::-1]
+
+
+# Backward methods of the user's own that return the same whatever gradient they are given.
+
+MOST_INPUTS = 3
+
+
+def deaf_methods(runs: OneRank, *, is_right_alone: bool) -> tuple[DeafBackward, ...]:
+    """Those of the run on one rank; where this is right, only those that more ranks add."""
+    if not is_right_alone:
+        return runs.alone.deaf
+    found = dict.fromkeys(one for run in runs.by_rank.values() for one in run.deaf)
+    return tuple(one for one in found if one not in runs.alone.deaf)
+
+
+def with_deaf_methods(
+    found: Whereabouts, deaf: tuple[DeafBackward, ...], view: View
+) -> Whereabouts:
+    """What was found already, with the lines at which these methods returned."""
+    by_name = {one.name: one for one in deaf}
+    lines: dict[str, PointedLine] = {}
+    for seen in view.observed.by_rank.values():
+        for own in seen.own_backwards:
+            if own.name in by_name and own.step == view.setting.step:
+                note = (
+                    f"the gradient of {_inputs(by_name[own.name])} is not made from the one given"
+                )
+                lines.setdefault(own.name, PointedLine(own.line, note, is_fault=True))
+    if not lines:
+        return found
+    name = next(iter(lines))
+    return replace(
+        found,
+        kind="own gradient",
+        headline="a backward method ignores the gradient it is given",
+        sentence=f"{name}.backward did not compute the gradient of {_inputs(by_name[name])} from "
+        f"the one that it was given, which is not 1. {found.sentence}",
+        lines=first_of_each_line(
+            [*lines.values(), *(replace(one, is_fault=False) for one in found.lines)]
+        ),
+        fix="",
+    )
+
+
+def _inputs(one: DeafBackward) -> str:
+    numbers = [str(number) for number in one.inputs[:MOST_INPUTS]]
+    if len(one.inputs) > MOST_INPUTS:
+        return f"inputs {', '.join(numbers)}, ..."
+    if len(numbers) == 1:
+        return f"input {numbers[0]}"
+    return f"inputs {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -1,49 +1,65 @@
-"""Decides where a difference without a name is: in a rank's own gradient, in the reduction, or in
-what the big batch divides by.
-"""
+"""Decides where a difference without a name is: in a gradient, a reduction, or a division."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.dropped_results import lines_of_dropped_results
-from ddp_equivalence.diagnosis.lines.lines_of_groups import with_origins_of_groups
-from ddp_equivalence.diagnosis.lines.lines_of_hook_state import (
+from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
     hooks_of_all_steps,
     lines_of_hook_state,
 )
-from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
-from ddp_equivalence.diagnosis.lines.made_from import lines_behind, lines_that_return
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.lines.of_gradients import lines_of_dropped_results
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    lines_of_lost_results,
+    with_origins_of_groups,
+)
+from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
+from ddp_equivalence.diagnosis.lines.source_tree import run_lines
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.time_left import OutOfTime
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_lines, losses_are_right
-from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
-from ddp_equivalence.diagnosis.whereabouts.exchanges import lines_of_separate_counts
-from ddp_equivalence.diagnosis.whereabouts.factor_of_loss import lines_of_loss_factor
-from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
-from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
-from ddp_equivalence.diagnosis.whereabouts.other_buffers import fault_of_buffers
-from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
+from ddp_equivalence.diagnosis.whereabouts.forward_faults import lines_of_separate_counts
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import at, line_of, paths_of
+from ddp_equivalence.diagnosis.whereabouts.loss import (
+    fault_of_a_pass,
+    fault_of_a_term,
+    fault_of_division,
+    fault_of_parameter_factors,
+    lines_of_loss_factor,
+)
+from ddp_equivalence.diagnosis.whereabouts.own_gradient import (
     RIGHT,
     SAME_LOSS,
     Compared,
+    backward_lines,
     compared_with_rows,
+    fault_of_buffers,
     fault_of_own_gradient,
+    forward_alone,
+    idle_ranks,
+    losses_are_right,
+    where_gradients_are_missing,
 )
-from ddp_equivalence.diagnosis.whereabouts.parameter_factors import fault_of_parameter_factors
-from ddp_equivalence.diagnosis.whereabouts.passes_too_many import fault_of_a_pass
-from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
-from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
-from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
-from ddp_equivalence.diagnosis.whereabouts.small_groups import fault_of_small_groups
-from ddp_equivalence.diagnosis.whereabouts.station_text import at
-from ddp_equivalence.diagnosis.whereabouts.term_fault import fault_of_a_term
+from ddp_equivalence.diagnosis.whereabouts.pieces import (
+    COARSE,
+    Pieces,
+    pieces_of,
+    replay_of_a_shard,
+)
+from ddp_equivalence.diagnosis.whereabouts.reduction import (
+    Wanted,
+    fault_of_reduction,
+    fault_of_small_groups,
+)
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     MOST_LINES,
     MOST_RANKS,
@@ -51,6 +67,10 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     distinct,
     not_seen,
 )
+from ddp_equivalence.measurement.observation import Observation
+
+# Decides where a difference without a name is: in a rank's own gradient, in the reduction, or in
+# what the big batch divides by.
 
 MOST_BEHIND = 8
 """Of so many lines behind the loss, those that lead to right outputs are shown last."""
@@ -270,3 +290,58 @@ def _common_factor(compared: list[Compared] | None) -> float | None:
     if float(factors.max() - factors.min()) > 1e-6 * float(factors.abs().max()):
         return None
     return float(factors[0])
+
+
+# Where a difference is that nothing can be fitted to.
+
+
+def where_without_view(
+    observed: Mapping[int, Observation],
+    expected: Mapping[GradientKey, Tensor | None],
+    view_of_step: Callable[[int], View | None] | None,
+    why_not_watched: str,
+    why_no_view: str,
+) -> Whereabouts | None:
+    """What can be said about where it is. ``why_not_watched``: why nothing was ``observed``.
+
+    ``expected``: the gradients of the big batch. ``view_of_step(0)``: the view of the only step
+    before the ranks ran; None unless gradients may be missing there. ``why_no_view``: why nothing
+    can be fitted.
+    """
+    if not observed:
+        why = f", because {why_not_watched}" if why_not_watched else ""
+        return not_seen(f"there was no second run{why}")
+    if view_of_step is None:
+        return not_seen(why_no_view)
+    names = [name for (_, name), one in expected.items() if one is not None]
+    view = view_of_step(0)
+    replay = None if view is None else replay_of_a_shard(view.setting, view.time)
+    return where_gradients_are_missing(observed, names, replay)
+
+
+# An error of this package while it looks for lines must not hide that a step differs.
+
+Found = TypeVar("Found")
+
+are_raised = False
+"""True in the tests of this package, which are to fail by such an error."""
+
+
+def unless_it_fails(look: Callable[[], Found], otherwise: Callable[[str], Found]) -> Found:
+    """What ``look()`` returns. If it raises, ``otherwise`` is given the error as a clause.
+
+    Raises OutOfTime, and any error in the tests of this package.
+    """
+    try:
+        return look()
+    except OutOfTime:
+        raise
+    except Exception as error:
+        if are_raised:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        return otherwise(
+            f"this package failed while it looked ({type(error).__name__}: {error}, at {place}); "
+            "please report this"
+        )

@@ -1,24 +1,157 @@
-"""Tells whether the values that ranks have are those that one rank has, divided among them.
-
-The ranks of a right step have, of each value of the same step on one rank with the whole batch: the
-value itself, the rows of their own examples, another part that they were seen to take, a term of
-its sum or mean, or a slice.
-"""
+"""Tells whether the values that ranks have are those that one rank has, divided among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice, product
+from functools import cache, cached_property
+from itertools import chain, islice, product
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.whereabouts.closeness import Close, finite, go_further
-from ddp_equivalence.diagnosis.whereabouts.selections import Selection, index_of
-from ddp_equivalence.measurement.operations import Value
+from ddp_equivalence.measurement.calls import Value
+
+# Which positions along a dimension each rank has: those of its examples, or any other part.
+#
+# Ranks may also hold parts of a sequence, or of the units of a layer. Which ones is read off the
+# values themselves: a slice of a value of one rank that is found again in the value of a rank.
+
+MOST_POSITIONS = 4_096
+"""A dimension with more positions is not looked at."""
+
+MOST_SELECTIONS = 6
+
+Values = tuple[Sequence[Value], Value]
+"""What the ranks have of one value, and what one rank has."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``of_rank``: for each rank the positions that it has, in its order. ``size``: how many
+    positions there are.
+    """
+
+    of_rank: tuple[tuple[int, ...], ...]
+    size: int
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that have the same positions, together."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, positions in enumerate(self.of_rank):
+            found.setdefault(positions, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
+    def gathered(self) -> tuple[int, ...]:
+        """All positions in the order in which the ranks have them; () if that is no other order."""
+        order = tuple(chain.from_iterable(dict.fromkeys(self.of_rank)))
+        every = tuple(range(self.size))
+        return () if order == every or tuple(sorted(order)) != every else order
+
+    @cached_property
+    def is_of_parts(self) -> bool:
+        """True if the ranks have parts that together are the whole, each position equally often."""
+        times = Counter(chain.from_iterable(self.of_rank))
+        return len(self.groups) > 1 and len(times) == self.size and len({*times.values()}) == 1
+
+    def rivals(self, other: Selection) -> bool:
+        """True if the same ranks have other parts of something equally large."""
+        same = self.size == other.size and self.groups == other.groups
+        return same and self.of_rank != other.of_rank
+
+
+def index_of(positions: Sequence[int], size: int, of: int, *, side_by_side: bool) -> Tensor:
+    """The positions in a dimension that has several places for each of ``size`` positions.
+
+    ``of``: the size of the dimension. ``side_by_side``: the places of one position are neighbours;
+    otherwise the dimension is a repetition of all positions.
+    """
+    each = of // size
+    if side_by_side:
+        index = [one * each + number for one in positions for number in range(each)]
+    else:
+        index = [number * size + one for number in range(each) for one in positions]
+    return torch.tensor(index, dtype=torch.long)
+
+
+def found_in(values: Iterable[Values], known: Sequence[Selection]) -> list[Selection]:
+    """The selections by which parts of these values were taken, the most frequent first.
+
+    ``known``: those that are known already.
+    """
+    votes: Counter[Selection] = Counter()
+    for parts, whole in values:
+        for selection in _of_value(parts, whole, (*known, *votes)):
+            votes[selection] += 1
+    return [one for one, _ in votes.most_common() if one not in known][:MOST_SELECTIONS]
+
+
+def _of_value(
+    by_rank: Sequence[Value], alone: Value, known: Sequence[Selection]
+) -> Iterator[Selection]:
+    shapes = [one.shape for one in by_rank]
+    if any(len(shape) != len(alone.shape) for shape in shapes):
+        return
+    smaller = [
+        dim for dim, size in enumerate(alone.shape) if any(shape[dim] != size for shape in shapes)
+    ]
+    if any(shape[dim] > alone.shape[dim] for dim in smaller for shape in shapes):
+        return
+    parts, whole = [one.tensor for one in by_rank], alone.tensor
+    if len(smaller) == 1:
+        found = _taken(parts, [whole] * len(parts), smaller[0])
+        if found is not None:
+            yield found
+    elif len(smaller) == 2:
+        for dim, other in (smaller, smaller[::-1]):
+            for one in known:
+                if one.size != whole.shape[dim]:
+                    continue
+                wholes = [whole.index_select(dim, torch.tensor(own)) for own in one.of_rank]
+                found = _taken(parts, wholes, other)
+                if found is not None:
+                    yield found
+                    return
+
+
+def _taken(parts: Sequence[Tensor], wholes: Sequence[Tensor], dim: int) -> Selection | None:
+    """The positions of these parts along a dimension; None if they are no such parts."""
+    size = wholes[0].shape[dim]
+    if not 2 <= size <= MOST_POSITIONS:
+        return None
+    of_rank = []
+    for part, whole in zip(parts, wholes, strict=True):
+        if any(
+            a != b for n, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if n != dim
+        ):
+            return None
+        places = {one: number for number, one in enumerate(_slices(whole, dim))}
+        if len(places) != size:
+            return None  # equal slices do not tell which of them was taken
+        taken = [places.get(one) for one in _slices(part, dim)]
+        if None in taken or not taken:
+            return None
+        of_rank.append(tuple(one for one in taken if one is not None))
+    selection = Selection(tuple(of_rank), size)
+    return selection if selection.is_of_parts else None
+
+
+def _slices(tensor: Tensor, dim: int) -> Iterator[bytes]:
+    if not tensor.numel():
+        return iter([b""] * tensor.shape[dim])
+    rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).contiguous()
+    return (row.numpy().tobytes() for row in rows)
+
+
+# Tells whether the values that ranks have are those that one rank has, divided among them.
+#
+# The ranks of a right step have, of each value of the same step on one rank with the whole batch:
+# the value itself, the rows of their own examples, another part that they were seen to take, a
+# term of its sum or mean, or a slice.
 
 Kinship = Literal[
     "whole", "scaled", "rows", "slice", "sum", "extreme", "packed", "other", "unknown"
@@ -135,7 +268,7 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
         return Related(_of_numbers(parts, whole, close))
     if is_comparable:
         return Related("other")
-    slices = _slices(parts, whole)
+    slices = _slices_of_flat(parts, whole)
     if slices is not None:
         return Related("slice" if _is_whole(parts, slices, factors, close) else "other")
     return Related("unknown")
@@ -257,7 +390,7 @@ def _along(dim: int, parts: Sequence[Tensor], whole: Tensor, deal: Deal) -> Iter
                 yield one, [index] * len(parts)
 
 
-def _slices(parts: Sequence[Tensor], whole: Tensor) -> list[Tensor] | None:
+def _slices_of_flat(parts: Sequence[Tensor], whole: Tensor) -> list[Tensor] | None:
     """For each rank, its slice of a flat tensor that all ranks have in equal slices, the last one
     padded with zeros; None if the shapes are not those of such slices.
     """
@@ -268,3 +401,209 @@ def _slices(parts: Sequence[Tensor], whole: Tensor) -> list[Tensor] | None:
     if not 0 <= padding < max(size, len(parts)):
         return None
     return list(torch.nn.functional.pad(whole, (0, padding)).split(size))
+
+
+# Tells whether the values of two tensors are equal up to rounding.
+
+LEAST_TOLERANCE = 1e-9
+ROUNDING = 200.0
+"""Values are equal if they differ by at most this many eps of the largest, or by the least."""
+
+
+def go_further(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """True if a rank has a whole number above all of one rank, as where positions are padded."""
+    most = max((float(one.max()) for one in parts if one.numel()), default=0.0)
+    return whole.numel() > 0 and most > float(whole.max())
+
+
+def finite(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same, with a number that no tensor has in the place of infinity, as masks leave it."""
+    if all(bool(one.isfinite().all()) for one in tensors):
+        return list(tensors)
+    finite = [one[one.isfinite()] for one in tensors]
+    most = 1 + 2 * max((float(one.abs().max()) for one in finite if one.numel()), default=0.0)
+    return [one.nan_to_num(posinf=most, neginf=-most) for one in tensors]
+
+
+@dataclass(frozen=True)
+class Close:
+    """Whether two tensors are equal up to rounding."""
+
+    most: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], eps: float, scale: float) -> Close:
+        largest = max((float(one.abs().max()) for one in tensors if one.numel()), default=0.0)
+        tolerance = max(LEAST_TOLERANCE, ROUNDING * eps)
+        return cls(max(tolerance * largest, ROUNDING * eps * scale))
+
+    def __call__(self, one: Tensor, other: Tensor) -> bool:
+        return not one.numel() or float((one - other).abs().max()) <= self.most
+
+
+# Tells whether a value is among those that the loss of the case computes, in any arrangement.
+#
+# Values are compared by their lengths and by two fixed random projections of their directions, so
+# that looking one up takes no longer if many are known.
+
+Known = Literal["yes", "no", "unknown"]
+"""Whether the loss of the case computes this value; "unknown" if too little can tell."""
+
+LEAST_STEP = 1e-7
+STEPS_OF_ROUNDING = 1e3
+"""Numbers are equal if they differ by less than this many eps, or the least, relative to them."""
+
+MOST_ROWS = 300
+"""So many rows of a value are looked up: if all of them are known, the value is."""
+
+FEWEST_WHOLE_NUMBERS = 6
+FEWEST_TRUTH_VALUES = 16
+"""Rows of so many whole numbers, or truth values, are not equal by chance."""
+
+VARIED = 16
+"""Rows of a value that has so many different elements are equal only if they are the same."""
+
+Key = tuple[int, ...]
+
+ZERO: Key = ()
+"""The key of a row that is zero."""
+
+
+class KnownValues:
+    """Holds values, and recognises them as they are, as a multiple, with their last two dims
+    transposed, any choice of their rows, such rows with others between them, and slices of masks.
+
+    ``multiples``: what the value of a scalar may be multiplied by. ``eps``: of the least precise
+    dtype.
+    """
+
+    def __init__(self, values: Iterable[Value], multiples: Iterable[float], eps: float) -> None:
+        self._step = max(LEAST_STEP, STEPS_OF_ROUNDING * eps)
+        self._multiples = tuple({1.0, *multiples})
+        self._scalars: list[float] = []
+        self._whole: dict[int, set[Key]] = {}
+        self._rows: dict[int, set[Key]] = {}
+        self._each: dict[int, list[frozenset[Key]]] = {}
+        self._slices: dict[tuple[int, int], list[tuple[Key, ...]]] = {}
+        for value in values:
+            self._add(value)
+
+    def _add(self, value: Value) -> None:
+        tensor = value.tensor
+        if not tensor.numel() or not tensor.isfinite().all():
+            return
+        if tensor.numel() == 1:
+            self._scalars.append(float(tensor))
+        turned = [tensor.transpose(-1, -2)] if tensor.ndim > 1 else []
+        for one in (tensor, *turned):
+            self._whole.setdefault(one.numel(), set()).update(self._directions(one))
+        is_varied = _is_varied(tensor)
+        for dim, rows in _rows(tensor, value):
+            keys = tuple(self._keys(rows))
+            if dim and not is_varied:
+                self._slices.setdefault((dim, rows.shape[1]), []).append(keys)
+                continue
+            self._rows.setdefault(rows.shape[1], set()).update(keys)
+            if 1 < len(keys) <= MOST_ROWS:
+                self._each.setdefault(rows.shape[1], []).append(frozenset(keys) - {ZERO})
+        self._rows.setdefault(tensor.numel(), set()).update(self._keys(tensor.reshape(1, -1)))
+
+    def has(self, value: Value) -> Known:
+        """Whether this value is one of those that are known."""
+        tensor = value.tensor
+        if not tensor.numel() or not tensor.isfinite().all():
+            return "unknown"
+        if tensor.numel() == 1:
+            return "yes" if self._has_scalar(float(tensor)) else "no"
+        flat = tensor.reshape(1, -1)
+        if bool((flat == flat[0, 0]).all()):
+            return "unknown"  # a constant: it may be a mask that hides nothing
+        known = self._whole.get(tensor.numel(), set())
+        if any(_is_near(key, known) for key in self._directions(tensor)):
+            return "yes"
+        if all(_is_near(key, self._rows.get(tensor.numel(), ())) for key in self._keys(flat)):
+            return "yes"  # one row of a known value
+        looked_up, is_varied = False, _is_varied(tensor)
+        for dim, rows in _rows(tensor, value):
+            looked_up = True
+            keys = tuple(self._keys(rows[:MOST_ROWS]))
+            if dim and not is_varied:
+                found = self._is_slice(dim, rows, keys)
+            else:
+                found = self._has_rows(rows, {*keys} - {ZERO})
+            if found:
+                return "yes"
+        return "no" if looked_up or tensor.numel() in self._whole else "unknown"
+
+    def _has_rows(self, rows: Tensor, keys: set[Key]) -> bool:
+        """True if all of these rows are known, or if all rows of a known value are among them, and
+        at most as many others.
+        """
+        known = self._rows.get(rows.shape[1], set())
+        return all(_is_near(key, known) for key in keys) or any(
+            2 * len(each) >= len(keys) and all(_is_near(key, keys) for key in each)
+            for each in self._each.get(rows.shape[1], ())
+        )
+
+    def _is_slice(self, dim: int, rows: Tensor, keys: tuple[Key, ...]) -> bool:
+        """True if these rows follow each other in a known value along the same dim."""
+        return any(
+            all(_is_near(key, {other}) for key, other in zip(keys, each[first:], strict=False))
+            for each in self._slices.get((dim, rows.shape[1]), ())
+            for first in range(len(each) - len(keys) + 1)
+        )
+
+    def _has_scalar(self, number: float) -> bool:
+        return any(
+            abs(number - factor * one) <= self._step * abs(number)
+            for one in self._scalars
+            for factor in self._multiples
+        )
+
+    def _directions(self, tensor: Tensor) -> Iterator[Key]:
+        """The key of all elements as one row, whatever positive or negative multiple they are."""
+        flat = tensor.reshape(1, -1)
+        length = flat.norm()
+        if float(length) > 0:
+            projected = (flat / length) @ _projections(flat.shape[1])
+            projected = projected * projected[0, 0].sign()
+            yield tuple((projected[0] / self._step).round().long().tolist())
+
+    def _keys(self, rows: Tensor) -> Iterator[Key]:
+        """The key of each row."""
+        lengths = rows.norm(dim=1, keepdim=True)
+        directions = rows / lengths.clamp(min=torch.finfo(torch.float64).tiny)
+        projected = torch.cat([lengths.log(), directions @ _projections(rows.shape[1])], 1)
+        for length, key in zip(lengths, projected / self._step, strict=True):
+            yield tuple(key.round().long().tolist()) if float(length) > 0 else ZERO
+
+
+def _is_near(key: Key, known: Collection[Key]) -> bool:
+    """True if a key is there whose numbers differ by one step at most."""
+    if key in known:
+        return True
+    moves = product((-1, 0, 1), repeat=len(key))
+    return any(tuple(map(sum, zip(key, move, strict=True))) in known for move in moves)
+
+
+def _is_varied(tensor: Tensor) -> bool:
+    """False for a mask and its kind, whose rows along any other dim than the first say little."""
+    return len(tensor.unique()) >= min(VARIED, tensor.numel() // 2)
+
+
+def _rows(tensor: Tensor, value: Value) -> Iterator[tuple[int, Tensor]]:
+    """The value as rows along each of its dims, where rows cannot be equal by chance."""
+    dims = range(tensor.ndim) if value.is_floating_point else range(min(tensor.ndim, 1))
+    for dim in dims:
+        rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
+        fewest = 1 if value.is_floating_point else FEWEST_WHOLE_NUMBERS
+        if value.dtype == "bool":
+            fewest = FEWEST_TRUTH_VALUES
+        if rows.shape[1] >= fewest:
+            yield dim, rows
+
+
+@cache
+def _projections(size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 2, generator=generator, dtype=torch.float64)

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.finding import Finding
-from ddp_equivalence.diagnosis.lines.made_from import lines_behind
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
+from ddp_equivalence.diagnosis.lines.origins import computes, divisors, lines_behind
+from ddp_equivalence.diagnosis.lines.source_tree import RunLines, run_lines
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
-from ddp_equivalence.diagnosis.whereabouts.deaf_methods import with_deaf_methods
-from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import with_unlike_loss
-from ddp_equivalence.diagnosis.whereabouts.operation_names import called
-from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.parting import Parting
-from ddp_equivalence.diagnosis.whereabouts.reduction_fault import CHANGED_AFTERWARDS
+from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike
+from ddp_equivalence.diagnosis.whereabouts.cut_graph import with_deaf_methods
+from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.whereabouts.loss import Scaling
+from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank, Parting, called
+from ddp_equivalence.diagnosis.whereabouts.reduction import CHANGED_AFTERWARDS
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     MOST_LINES,
     Whereabouts,
     first_of_each_line,
 )
-from ddp_equivalence.diagnosis.whereabouts.wrong_loss import must_be_the_loss, wrong_loss
-from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.calls import CodeLine, Kind
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
@@ -176,20 +176,20 @@ def lines_of_partings(found: Sequence[Parting], view: View) -> tuple[PointedLine
     for parting in (outside or certain)[:MOST_PARTINGS]:
         line = parting.operation.line
         if line is not None:
-            note = _note(parting, view.world_size)
+            note = _note_of_parting(parting, view.world_size)
             lines.setdefault(line, PointedLine(line, note, is_fault=True))
         for line in parting.parts_of_sums:
             lines.setdefault(line, PointedLine(line, PART_OF_SUM))
     for parting in found:
         line = parting.operation.line
         if not parting.is_certain and line is not None:
-            lines.setdefault(line, PointedLine(line, _note(parting, view.world_size)))
+            lines.setdefault(line, PointedLine(line, _note_of_parting(parting, view.world_size)))
             for line in parting.parts_of_sums:
                 lines.setdefault(line, PointedLine(line, PART_OF_SUM))
     return tuple(lines.values())[:MOST_LINES]
 
 
-def _note(parting: Parting, world_size: int) -> str:
+def _note_of_parting(parting: Parting, world_size: int) -> str:
     """What the operation returned on one rank, and what it returned on the others."""
     name = called(parting.operation)
     if parting.alone is None:
@@ -237,3 +237,143 @@ def _ranges(positions: Sequence[int]) -> str:
     if len(shown) > MOST_RANGES:
         return ", ".join([*shown[:MOST_RANGES], "..."])
     return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+
+
+# The lines at which a step leaves the loss of the case, with what they compute there.
+
+UNLIKE_LOSS_ALONE = "On one rank the step is wrong, too."
+BACKWARD_BEGINS = "backward begins"
+"""The note on a line that tells nothing else."""
+
+UNLIKE_LOSS = "> marks what the loss of the case does not compute."
+
+
+def with_unlike_loss(
+    found: Whereabouts, unlike: Sequence[Unlike], world_size: int, *, knows_numbers: bool
+) -> Whereabouts:
+    """What was found already, after the lines at which the step leaves the loss of the case.
+
+    Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
+    the numbers by which the loss is scaled.
+    """
+    if found.kind in ("reduction", "big batch") or not unlike:
+        return found
+    first = [
+        PointedLine(one.operation.line, _note_of_value(one), is_fault=True)
+        for one in unlike
+        if one.operation.line is not None
+    ]
+    behind = [
+        PointedLine(line, f"makes what line {one.operation.line.number} reads")
+        for one in unlike
+        if one.operation.line is not None
+        for line in one.made_at
+    ]
+    known = [one for one in found.lines if one.is_fault]
+    if known and not found.shows_later:  # a line that was seen to do something wrong comes first
+        more = [one for one in found.lines if one.note != BACKWARD_BEGINS]
+        ordered = [*more, *first, *behind, *found.lines]
+    else:
+        others = [replace(one, is_fault=False) for one in found.lines]
+        nearest = [] if knows_numbers else behind[:1]
+        ordered = [*first, *nearest, *others, *behind]
+    lines: dict[tuple[str, int], PointedLine] = {}
+    for one in ordered:
+        lines.setdefault((one.line.file, one.line.number), one)
+    if found.kind == "not seen":
+        headline = "the loss is not that of the case"
+        found = replace(found, kind="own gradient", headline=headline, sentence="")
+    alone = "" if world_size == 1 else UNLIKE_LOSS_ALONE
+    shown = tuple(lines.values())[:MOST_LINES]
+    return replace(found, lines=shown, beside_one_rank=alone, marks=UNLIKE_LOSS)
+
+
+def _note_of_value(one: Unlike) -> str:
+    """What the operation returned, and what that of the loss of the case returns instead."""
+    name, here = called(one.operation), one.value.tensor
+    if one.in_loss is None:
+        if here.numel() == 1:
+            number = text_of(float(here), ".5g")
+            return f"{name} gives {number}, which the loss of the case does not have"
+        return f"{name} gives values that the loss of the case does not have"
+    there = one.in_loss.tensor
+    element = int((here - there).abs().argmax())
+    which = f", element {element}" if here.numel() > 1 else ""
+    ours, theirs = (text_of(float(one.flatten()[element]), ".4g") for one in (here, there))
+    return f"{name}{which}: {ours} here, {theirs} in the loss of the case"
+
+
+# One rank holds the same multiple of the big batch's gradient as the others: its loss is wrong.
+
+SAME_AS_HELD = 1e-5
+"""Losses whose relative difference is smaller are equal."""
+
+
+def must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
+    """True if the ranks hold the same multiple as one rank, and only backward and reductions have
+    changed their gradients, so that the loss must have this factor.
+
+    Where hooks or backward methods of the user's own run, the loss must be seen to have it.
+    """
+    factor = beside.factor_alone
+    if factor is None or (view.observed.calls.changes() and not beside.is_left_by_backward):
+        return False
+    hooked = view.observed.calls.places(Kind.TENSOR_HOOK, Kind.HOOK)
+    if hooked or any(one.own_backwards for one in view.observed.by_rank.values()):
+        right = view.examples.big_batch_loss
+        if beside.loss_alone is None or not right or not _close(beside.loss_alone / right, factor):
+            return False
+    return all(
+        unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME_AS_HELD * abs(other)
+
+
+def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    """On one rank, where a reduction changes nothing, all gradients have a wrong factor, too."""
+    factor = beside.factor_alone or 0.0
+    loss = line_of_loss(view, "the loss that backward begins at", is_fault=True)
+    run = run_lines(view, 0)
+    lines = [
+        *([loss] if loss is not None else []),
+        *_lines_of_scalings(beside.scalings, factor),
+        *(_lines_of_divisor(run, loss.line) if loss is not None else []),
+        *(lines_behind(run, loss.line, MOST_LINES) if loss is not None else []),
+    ]
+    return replace(
+        found,
+        kind="own gradient",
+        headline=f"the loss has a wrong factor, {text_of(factor, '.4g')}",
+        sentence=f"On one rank every gradient is {text_of(factor, '.6g')} times that of the big "
+        "batch, too. So the loss is multiplied, or divided by another number; the reduction is not "
+        "to blame.",
+        lines=first_of_each_line(lines),
+        fix="",
+        beside_one_rank="",
+        shows_later=True,
+    )
+
+
+def _lines_of_scalings(scalings: Sequence[Scaling], factor: float) -> Iterator[PointedLine]:
+    """The lines that made the numbers by which the loss was scaled, those first of which another
+    count would give the right loss.
+    """
+    made = [one for one in scalings if one.made_at and abs(one.number) != 1]
+    for one in sorted(made, key=lambda one: not one.explains(factor)):
+        how = "divides" if one.divides else "multiplies"
+        note = f"makes {text_of(one.number, '.6g')}; line {one.line.number} {how} by it"
+        for line in one.made_at:
+            yield PointedLine(line, note)
+
+
+def _lines_of_divisor(run: RunLines, line: CodeLine) -> Iterator[PointedLine]:
+    """The lines that made the divisor of the loss, as far as the source shows: first the nearest
+    one that computes it, and then the nearest.
+    """
+    found = divisors(run, line)
+    computed = [one for one in found if computes(one.line, one.name)]
+    for one in dict.fromkeys([*computed[:1], *found[:1]]):
+        yield PointedLine(one.line, f"sets {one.name}" if one.name else "")

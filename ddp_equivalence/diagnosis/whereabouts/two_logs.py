@@ -13,11 +13,12 @@ from ddp_equivalence.diagnosis.whereabouts.kinship import (
     Deal,
     Kinship,
     Related,
+    Selection,
+    Values,
     related,
 )
-from ddp_equivalence.diagnosis.whereabouts.selections import Selection, Values
-from ddp_equivalence.measurement.one_rank import OneRank
-from ddp_equivalence.measurement.operations import Operation, Operations, Value
+from ddp_equivalence.measurement.calls import Operation, Operations, Value
+from ddp_equivalence.measurement.measure import OneRank
 
 PACKING = ("stack", "cat")
 """Operations that put several values into one tensor."""

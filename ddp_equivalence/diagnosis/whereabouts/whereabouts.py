@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.setting import PointedLine
 
 WhichPart = Literal["own gradient", "reduction", "big batch", "not seen"]
 

@@ -21,15 +21,15 @@ def begin() -> None:
 
         let_cuda_be_the_cpu(told.devices_on_cpu)
     if told.float64:
-        from ddp_equivalence.observed_scripts.in_script.float64 import compute_in_float64
+        from ddp_equivalence.observed_scripts.in_script.hooks import compute_in_float64
 
         compute_in_float64()
     if told.without_dropout:
-        from ddp_equivalence.observed_scripts.in_script.no_dropout import drop_nothing
+        from ddp_equivalence.observed_scripts.in_script.hooks import drop_nothing
 
         drop_nothing()
     if told.working_folder:
-        from ddp_equivalence.observed_scripts.in_script.kept_files import keep_files
+        from ddp_equivalence.observed_scripts.in_script.hooks import keep_files
 
         keep_files(told.working_folder)
     watch: Watch = Recorder(told) if told.role == "record" else Replayer(told)

@@ -1,18 +1,38 @@
-"""The batches that a rank's loaders have yielded, until a model has been trained with them."""
+"""The loaders of a script: the batches that they yield, on a rank and in a replay."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
+import sys
+import weakref
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_equivalence.case.batch_tree import tensors_of
-from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
+from ddp_equivalence.observed_scripts.oracle import QuestionLine, end_process
+from ddp_equivalence.observed_scripts.query import Query, RowOrder
+from ddp_equivalence.observed_scripts.recorded_step import (
+    Epoch,
+    StepReader,
+    loaders_of_training,
+    rank_folder,
+)
 from ddp_equivalence.observed_scripts.rows import Rows
+from ddp_equivalence.observed_scripts.told import Told
+from ddp_equivalence.ranks.users_line import counts_as_torch
+
+if TYPE_CHECKING:
+    from ddp_equivalence.observed_scripts.in_script.watch import Watch
+
+
+# The batches that a rank's loaders have yielded, until a model has been trained with them.
 
 MOST_AHEAD = 64
 """So many batches of a loader are kept before the model was trained with one of them."""
@@ -178,3 +198,461 @@ def digest(tensor: Tensor) -> str:
     found = hashlib.sha256(str(flat.dtype).encode())  # most processors have instructions for it
     found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]
+
+
+# The loaders through which a script gets the rows of the record, and how long their epochs are.
+
+
+class FedLoaders:
+    """``loaders``: those of this process, which iterates over the same ones as the ranks did.
+    ``batches``: the number of the batch that each yields next, by the number of the loader.
+    """
+
+    def __init__(self, told: Told, loaders: Loaders, asked: AskedQueries) -> None:
+        self._told, self._loaders, self._asked = told, loaders, asked
+        self.batches: dict[int, int] = {}
+        self._has_told = False
+        self._fed = set[bool]()
+
+    @cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """Those with which rank 0 trained."""
+        return loaders_of_training(self._told.folder)
+
+    @cached_property
+    def _epoch(self) -> Epoch:
+        """Of the first of them, on rank 0."""
+        return StepReader(rank_folder(self._told.folder, 0), 0).step.epoch
+
+    def is_fed(self, loader: int) -> bool:
+        """The loader with this number yields rows of the query that is computed now."""
+        return self._trains(loader) and self._has(self._asked.now, loader)
+
+    def feeds(self, loader: int) -> bool:
+        """The same, of a batch that it is about to yield for the step in progress."""
+        is_fed = self.is_fed(loader)
+        if self._trains(loader):
+            self._fed.add(is_fed)
+        return is_fed
+
+    @property
+    def is_of_other_phase(self) -> bool:
+        """The step in progress is of a phase that has another loader than that of the query."""
+        return self._fed == {False}
+
+    def was_of_other_phase(self) -> bool:
+        """``is_of_other_phase``, of the step that ends here."""
+        is_other, self._fed = self.is_of_other_phase, set()
+        return is_other
+
+    def _trains(self, loader: int) -> bool:
+        return self._told.feed == "loader" and loader in self.in_order
+
+    def _has(self, query: Query, loader: int) -> bool:
+        read = _loaders_of(self._told.folder, query.ranks[0], query.steps)
+        return self.in_order.index(loader) in read
+
+    def next_batch(self, loader: int) -> int:
+        """The number of the batch that a loader yields now, among those of all queries."""
+        batch = self.batches.get(loader, 0)
+        while not self._has(query := self._asked.of_batch(batch)[0], loader):
+            batch += len(query.micro_batches)
+        self.batches[loader] = batch + 1
+        return batch
+
+    def length_of(self, loader: Any, batches: int) -> int:
+        """How many batches a loader is said to have: as many as on the ranks, since a loss may
+        depend on it, or as many as an epoch has that a query has to itself.
+        """
+        if self._told.feed != "loader":
+            return batches
+        number = self._loaders.number_of(loader)
+        made = self._loaders.made_as(loader)
+        if number is None and made is not None and made == self._epoch.made:
+            number = self.in_order[0]  # it is asked before its first epoch
+        if number is None or not self.is_fed(number):
+            return batches
+        if number == self.in_order[0] and self._epoch.batches:
+            self._has_told, batches = True, self._epoch.batches
+        return self._asked.batches_of_epoch(self.batches.get(number, 0)) or batches
+
+    def ends_epoch(self, loader: int, first: int) -> bool:
+        """The epoch that began with the batch ``first`` has no more batches for the script. It goes
+        on as long as there are queries, unless the script does something else in its middle.
+        """
+        batch = self.batches.get(loader, 0)
+        if batch == first or not self.is_fed(loader) or loader != self.in_order[0]:
+            return False
+        in_query = self._has_told and self._asked.crosses(first + self._epoch.batches, batch)
+        return in_query or self._asked.ends_epoch_before(batch)
+
+
+@cache
+def _loaders_of(folder: str, rank: int, steps: tuple[int, ...]) -> frozenset[int]:
+    """Those that a rank read from in these steps, numbered in the order of their training."""
+    read = (StepReader(rank_folder(folder, rank), step).step.batches for step in steps)
+    return frozenset(loader for batches in read for loader, _ in batches)
+
+
+# The DataLoaders of a process, which another process of the script has as well.
+
+
+class Loaders:
+    """``begun``: those over which the script has iterated, in the order of the first time."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._made: list[weakref.ref[Any]] = []
+
+    def note_made(self, loader: Any) -> None:
+        """The script has made this loader."""
+        self._made.append(weakref.ref(loader))
+
+    def begins(self, loader: Any) -> int:
+        """The script iterates over this loader. Returns its number, which is its place in
+        ``begun``.
+        """
+        if id(loader) not in self._numbers:
+            self._numbers[id(loader)] = len(self.begun)
+            self.begun.append(loader)
+        return self._numbers[id(loader)]
+
+    def number_of(self, loader: Any) -> int | None:
+        """The number of a loader, or of the one around which a library has put it; None before its
+        first iteration.
+        """
+        return self._numbers.get(id(_inside_of(loader)))
+
+    def made_as(self, loader: Any) -> int | None:
+        """How many loaders the script had made before this one; None if it was not seen."""
+        inside = _inside_of(loader)
+        places = (place for place, known in enumerate(self._made) if known() is inside)
+        return next(places, None)
+
+    def epoch_of(self, loader: Any) -> Epoch:
+        """What is known of a loader's epochs."""
+        batches, last_rows = _batches_and_last_rows(loader)
+        return Epoch(batches, last_rows, self.made_as(loader))
+
+
+def _inside_of(loader: Any) -> Any:
+    """Accelerate hands on the batches of a loader that it keeps under this name."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _batches_and_last_rows(loader: Any) -> tuple[int, int]:
+    try:
+        batches = len(loader)
+        size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
+        if not size or getattr(loader, "drop_last", True) or not isinstance(sampler, Sized):
+            return batches, 0
+        return batches, len(sampler) % size
+    except Exception:  # such as of a stream, or whatever a sampler of the script's own may raise
+        return 0, 0
+
+
+# Replaces what iterates over a DataLoader and tells its length, and tells a ``Watch``.
+
+HAND_ON = (
+    ("accelerate.data_loader", "DataLoaderShard"),
+    ("accelerate.data_loader", "DataLoaderDispatcher"),
+)
+"""Classes that hand on what a DataLoader inside them yields, without being one themselves. Those of
+accelerate read a batch ahead, to know which is the last.
+"""
+
+
+class _WatchedIterator:
+    """Stands for the iterator of a loader, and has its attributes."""
+
+    def __init__(self, iterator: Any, batches: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._batches = batches
+
+    def __iter__(self) -> _WatchedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def watch_loaders(watch: Watch) -> None:
+    """Let ``watch`` say what the loaders yield, and how long they are."""
+    iterate = DataLoader.__iter__
+
+    @counts_as_torch
+    def watched(self: DataLoader[Any]) -> Any:
+        if get_worker_info() is not None or not watch.is_on():
+            return iterate(self)
+        with watch.loader_begins():
+            iterator = iterate(self)
+        return _WatchedIterator(iterator, watch.batches_of(self, iterator))
+
+    DataLoader.__iter__ = watched  # type: ignore[method-assign]
+    length = DataLoader.__len__
+
+    @counts_as_torch
+    def counted(self: DataLoader[Any]) -> int:
+        batches = length(self)
+        return watch.length_of(self, batches) if watch.is_on() else batches
+
+    DataLoader.__len__ = counted  # type: ignore[method-assign]
+    for loader in _subclasses(DataLoader):
+        _watch_own_iteration(loader, watch)
+
+    @classmethod  # type: ignore[misc]
+    def watch_subclass(cls: type[DataLoader[Any]], **named: Any) -> None:
+        super(DataLoader, cls).__init_subclass__(**named)
+        _watch_own_iteration(cls, watch)
+
+    DataLoader.__init_subclass__ = watch_subclass  # type: ignore[method-assign,assignment]
+    initialise = DataLoader.__init__
+
+    @functools.wraps(initialise)
+    def initialised(self: DataLoader[Any], *arguments: Any, **named: Any) -> None:
+        for module, name in HAND_ON:  # a library that was imported by now may be making one
+            if module in sys.modules:
+                _watch_own_iteration(getattr(sys.modules[module], name), watch)
+        initialise(self, *arguments, **named)
+        watch.loaders.note_made(self)
+
+    DataLoader.__init__ = initialised  # type: ignore[method-assign]
+
+
+def _watch_own_iteration(loader: type[Any], watch: Watch) -> None:
+    """Let ``watch`` know when a loader hands on what a loader inside it has yielded."""
+    iterate: Any = loader.__iter__
+    if iterate is DataLoader.__iter__ or hasattr(iterate, "hands_on"):
+        return
+
+    @counts_as_torch
+    @functools.wraps(iterate)
+    def watched(self: Any) -> Any:
+        iterator = iterate(self)
+        if get_worker_info() is not None or not watch.is_on():
+            return iterator
+        return _WatchedIterator(iterator, watch.handed_on(iterator))
+
+    watched.hands_on = True  # type: ignore[attr-defined]
+    loader.__iter__ = watched
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+# Where a tensor has the entries of each row of a batch.
+
+
+@dataclass(frozen=True)
+class RowsInTensor:
+    """``dim``: in which the rows follow one another. ``each``: so many entries of it belong to each
+    row. ``in_blocks``: the first entries of all rows come first, and then the second ones;
+    otherwise those of one row stand together.
+    """
+
+    dim: int
+    each: int
+    in_blocks: bool
+
+    @classmethod
+    def of(cls, shape: Sequence[int], rows: int, row_order: RowOrder) -> RowsInTensor | None:
+        """Where a tensor of this shape has so many rows; None if it has none.
+
+        A sequence model may have the time in dim 0 and the batch in dim 1, and numbers may belong
+        to no row. The length of a dimension may be a multiple of the number of rows by chance:
+        ``row_order`` says what is meant.
+        """
+        if not rows or not len(shape) or row_order == "no rows":
+            return None
+        if row_order == "in dim 1" and len(shape) > 2 and shape[1] == rows:
+            return cls(1, 1, False)
+        if not shape[0] or shape[0] % rows:
+            return None
+        return cls(0, shape[0] // rows, row_order == "in blocks")
+
+    def by_row(self, tensor: Tensor) -> Tensor:
+        """The same with the rows in dim 0, and the entries of a row in dim 1."""
+        rows_first = tensor.movedim(self.dim, 0)
+        rest = rows_first.shape[1:]
+        if self.in_blocks:
+            return rows_first.reshape(self.each, -1, *rest).transpose(0, 1)
+        return rows_first.reshape(-1, self.each, *rest)
+
+    def back(self, by_row: Tensor) -> Tensor:
+        """The tensor of which this is what ``by_row`` returns."""
+        entries = by_row.transpose(0, 1) if self.in_blocks else by_row
+        return entries.reshape(-1, *by_row.shape[2:]).movedim(0, self.dim)
+
+    def shape(self, shape: Sequence[int], rows: int) -> list[int]:
+        """The shape of a tensor that has so many rows, and is like one of this shape otherwise."""
+        return [rows * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
+
+    def empty(self, tensor: Tensor, rows: int) -> Tensor:
+        """A tensor of so many rows whose dimensions lie in memory as those of the other tensor do:
+        random numbers are drawn in the order of the memory.
+        """
+        strides = tensor.stride()
+        order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
+        shape = self.shape(tensor.shape, rows)
+        empty = tensor.new_empty([shape[dim] for dim in order])
+        return empty.permute([order.index(dim) for dim in range(tensor.ndim)])
+
+    def with_rows(self, tensor: Tensor, count: int, rows: Sequence[int]) -> Tensor:
+        """A tensor of ``count`` rows, in which those with these numbers are those of ``tensor``.
+
+        The others are 1, which is right as a probability and as a weight.
+        """
+        whole = self.empty(tensor, count)
+        by_row = self.by_row(torch.ones_like(whole))
+        taken = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+        return whole.copy_(self.back(by_row.index_copy(0, taken, self.by_row(tensor))))
+
+    def rows_of(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """The rows with these numbers."""
+        taken = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+        return self.back(self.by_row(tensor).index_select(0, taken))
+
+    def split(self, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The first rows, the next ones, and so on."""
+        return [self.back(part) for part in self.by_row(tensor).split(list(counts))]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The rows of all of them."""
+        return self.back(torch.cat([self.by_row(part) for part in parts]))
+
+
+# The states of torch's default random generators in one process: the CPU's and its CUDA device's.
+#
+# Both are one tensor of bytes, as a record keeps them: first those of the CPU, then those of the
+# device, if the process has used one. A dropout on a GPU draws from the generator of the GPU
+# alone.
+
+_followed: list[int] = []
+"""The number of the device whose generator is followed, once it is known."""
+
+BYTES_OF_CPU = torch.Generator().get_state().numel()
+
+
+def follow_device(device: torch.device) -> None:
+    """From now on, the CUDA device of this process is the one that its model is on: a script may
+    never have made it the current one.
+    """
+    if device.type == "cuda" and device.index is not None:
+        _followed[:] = [device.index]
+
+
+def generator_state() -> Tensor:
+    """The states of the default generators now."""
+    states = [torch.default_generator.get_state()]
+    if (of_device := _of_cuda_device()) is not None:
+        states.append(of_device.get_state())
+    return torch.cat(states)
+
+
+def set_generator_state(state: Tensor) -> None:
+    """Let the default generators be in these states, from ``generator_state``."""
+    torch.default_generator.set_state(state[:BYTES_OF_CPU].clone())
+    of_device = _of_cuda_device()
+    if of_device is not None and len(state) > BYTES_OF_CPU:
+        of_device.set_state(state[BYTES_OF_CPU:].clone())
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The generator from which this process draws on a device; None if its state is not kept."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _of_cuda_device() if index == _number() else None
+
+
+def state_for(device: torch.device, state: Tensor) -> Tensor | None:
+    """The part of ``generator_state`` that is of this device; None if it has none."""
+    if device.type == "cpu":
+        return state[:BYTES_OF_CPU].clone()
+    return state[BYTES_OF_CPU:].clone() if len(state) > BYTES_OF_CPU else None
+
+
+def _of_cuda_device() -> torch.Generator | None:
+    """None if this process has not used CUDA yet, or if its CUDA is the CPU (``--as-cpu``)."""
+    generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return generators[_number()] if generators else None
+
+
+def _number() -> int:
+    return _followed[0] if _followed else torch.cuda.current_device()
+
+
+# The queries that a replay computes, and which batches of a loader belong to each.
+
+
+class AskedQueries:
+    """``line``: where they come from. A batch has its number among all that its loader yielded."""
+
+    def __init__(self, line: QuestionLine) -> None:
+        self._line = line
+        self._begun: list[Query] = []
+
+    def query(self, number: int) -> Query:
+        """The query with this number, in the order in which they are computed."""
+        while len(self._begun) <= number:
+            query = self._line.next_query()
+            if query is None:
+                end_process()
+            self._begun.append(query)
+        return self._begun[number]
+
+    def replace_last(self, query: Query) -> None:
+        """Compute this one instead of the last that came."""
+        self._begun[-1] = query
+
+    @property
+    def now(self) -> Query:
+        """The first that is not answered yet."""
+        return self.query(self._line.answered)
+
+    def of_batch(self, batch: int) -> tuple[Query, int]:
+        """The query to which a batch belongs, and its place there."""
+        number, place = self._place_of(batch)
+        return self.query(number), place
+
+    def ends_epoch_before(self, batch: int) -> bool:
+        """An epoch ends before this batch: the query before it, or its own, has one to itself."""
+        before, place = self.of_batch(batch - 1)
+        if before.is_epoch and place == len(before.micro_batches) - 1:
+            return True
+        after, place = self.of_batch(batch)
+        return after.is_epoch and place == 0
+
+    def crosses(self, end: int, batch: int) -> bool:
+        """With this batch, a query begins that has batches before and after the one at ``end``."""
+        query, place = self.of_batch(batch)
+        return place == 0 and batch < end < batch + len(query.micro_batches)
+
+    def batches_of_epoch(self, batch: int) -> int | None:
+        """How many batches the epoch has to which the last batch before this one belongs, if its
+        query is not answered yet; otherwise the next epoch. None if no query has it to itself.
+        """
+        last = self._place_of(batch - 1)[0] if batch else -1
+        is_answered = last < self._line.answered
+        query = self.query(self._place_of(batch)[0] if is_answered else last)
+        return len(query.micro_batches) if query.is_epoch else None
+
+    def _place_of(self, batch: int) -> tuple[int, int]:
+        """The number of the query to which a batch belongs, and its place there."""
+        first, number = 0, 0
+        while batch >= first + len(self.query(number).micro_batches):
+            first += len(self.query(number).micro_batches)
+            number += 1
+        return number, batch - first

@@ -1,30 +1,39 @@
-"""Replaces a few functions of torch in the process of an observed script, and tells a ``Watch``.
-
-What the script computes stays as it is. Frames of the replacements count as torch's own.
-"""
+"""Replaces a few functions of torch in the process of an observed script, and tells a Watch."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddp_equivalence.measurement.code_lines import lines_of
-from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.observed_scripts.in_script.loader_hooks import watch_loaders
-from ddp_equivalence.ranks.torch_frames import counts_as_torch
+from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
+from ddp_equivalence.measurement.call_watch import Lines
+from ddp_equivalence.measurement.calls import lines_of
+from ddp_equivalence.observed_scripts.in_script.fetched import watch_loaders
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors
+from ddp_equivalence.observed_scripts.recorded_step import in_float64
+from ddp_equivalence.ranks.users_line import counts_as_torch
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
+
+
+# Replaces a few functions of torch in the process of an observed script, and tells a ``Watch``.
+#
+# What the script computes stays as it is. Frames of the replacements count as torch's own.
 
 _inside = threading.local()
 
@@ -218,3 +227,172 @@ def _watch_loss_scales(watch: Watch) -> None:
         return result
 
     scaler.scale, scaler.unscale_, scaler.step = scaled, unscaled, stepped  # type: ignore[method-assign]
+
+
+# Keeps the user's files as they are, while a script runs in a copy of its folder made of links.
+#
+# Python announces every file that it opens. A link that is about to be written through is
+# replaced by a copy of its file first. Source: docs.python.org/3/library/audit_events.html.
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC | os.O_CREAT
+
+
+def keep_files(folder: str) -> None:
+    """From now on, no link in this folder is written through."""
+    inside = os.path.join(os.path.realpath(folder), "")
+
+    def before_open(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = any(one in mode for one in "wax+") if isinstance(mode, str) else flags & WRITES
+            if writes and isinstance(path, str | bytes | os.PathLike):
+                own_copy(os.fsdecode(path), inside)
+
+    sys.addaudithook(before_open)
+    save = torch.save
+
+    def saved(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            own_copy(os.fsdecode(f), inside)  # torch writes such files without Python
+        save(obj, f, *arguments, **named)
+
+    torch.save = saved
+
+
+def own_copy(path: str, inside: str) -> None:
+    """If the path is a link to a file in the folder, put a copy of the file in its place."""
+    if not os.path.islink(path):
+        return
+    folder = os.path.join(os.path.realpath(os.path.dirname(path) or "."), "")
+    if not folder.startswith(inside):
+        return
+    target = os.path.realpath(path)
+    os.unlink(path)
+    if os.path.isfile(target):
+        shutil.copyfile(target, path)
+
+
+# Lets an observed script drop nothing.
+
+DROPOUTS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+)
+
+DROPOUT_P = 4
+"""The place of the probability among the arguments of scaled_dot_product_attention."""
+
+
+def drop_nothing() -> None:
+    """Every dropout of torch returns its input, also that of attention and of recurrent layers."""
+
+    def dropout(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return input
+
+    for name in DROPOUTS:
+        setattr(functional, name, dropout)
+    attention: Any = functional.scaled_dot_product_attention
+
+    @functools.wraps(attention)
+    def without_dropout(*arguments: Any, **named: Any) -> Any:
+        if "dropout_p" in named:
+            named["dropout_p"] = 0.0
+        if len(arguments) > DROPOUT_P:
+            arguments = (*arguments[:DROPOUT_P], 0.0, *arguments[DROPOUT_P + 1 :])
+        return attention(*arguments, **named)
+
+    initialise = nn.RNNBase.__init__
+
+    @functools.wraps(initialise)
+    def initialised(self: nn.RNNBase, *arguments: Any, **named: Any) -> None:
+        initialise(self, *arguments, **named)
+        self.dropout = 0.0
+
+    nn.RNNBase.__init__ = initialised  # type: ignore[method-assign]
+    of_torch: Any = torch
+    of_functional: Any = functional
+    of_functional.scaled_dot_product_attention = without_dropout
+    of_torch.dropout = dropout
+
+
+# Lets an observed script compute in float64.
+
+RANKS = 2
+"""So many ranks are assumed on this machine, if the launcher does not say how many there are."""
+
+BYTES_PER_ELEMENT = 8 * 3
+"""What training takes in float64: the weight, its gradient, and its place in DDP's bucket."""
+
+
+def batch_in_float64(batch: Any) -> Any:
+    """The batch with its floats in float64; the same object if they all are already."""
+    tensors = (leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+    if all(in_float64(tensor) is tensor for tensor in tensors):
+        return batch
+    return map_tensors(in_float64, batch)
+
+
+def to_float64(module: nn.Module) -> None:
+    """Convert the module, if it has floats of less than float64."""
+    if any(in_float64(tensor) is not tensor for _, tensor in named_tensors(module)):
+        module.double()
+
+
+def compute_in_float64() -> None:
+    """New tensors are in float64, and so is a model before it is wrapped.
+
+    A model that does not fit into the memory in float64 makes the script end with a MemoryError.
+    """
+    torch.set_default_dtype(torch.float64)
+    require_memory()
+    from torch.nn.parallel import DistributedDataParallel
+
+    initialise = DistributedDataParallel.__init__
+
+    def wrapped(self: Any, module: nn.Module, *arguments: Any, **named: Any) -> None:
+        initialise(self, module.double(), *arguments, **named)
+
+    DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+
+
+def require_memory() -> None:
+    """Raise MemoryError as soon as the parameters that were made do not fit on all ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or RANKS)
+    most = psutil.virtual_memory().available / (ranks * BYTES_PER_ELEMENT)
+    register = nn.Module.register_parameter
+    made = 0
+
+    @counts_as_torch
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal made
+        register(self, name, param)
+        if param is not None and param.device.type == "cpu":
+            made += param.numel()
+            if made > most:
+                raise MemoryError(f"{made:,} parameters do not fit into the memory in float64")
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+
+
+# Lets the dropout inside recurrent layers draw from torch's own generator, on a GPU too.
+#
+# There cuDNN drops with a generator of its own, whose state can neither be read nor set. Without
+# cuDNN, torch computes the same layers with its own kernels.
+
+
+def let_torch_draw(module: nn.Module) -> None:
+    """Leave cuDNN out of the layers of a module that drop something on a GPU.
+
+    Layers are changed one by one, since a class whose method is replaced cannot be scripted.
+    """
+    for layer in module.modules():
+        drops = isinstance(layer, nn.RNNBase) and layer.dropout
+        if drops and next(layer.parameters()).is_cuda and "forward" not in vars(layer):
+            layer.forward = functools.partial(_without_cudnn, layer.forward)
+
+
+@counts_as_torch
+def _without_cudnn(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with torch.backends.cudnn.flags(enabled=False):
+        return forward(*arguments, **named)

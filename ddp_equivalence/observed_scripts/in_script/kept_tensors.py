@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
+import math
 import os
+import random
+import sys
 import tempfile
+import textwrap
 import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from tokenize import TokenError
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ddp_equivalence.comparison.nudges import nudge_each
-from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.rows_as_json import rows_without_tensors
+from ddp_equivalence.comparison.rounding import nudge_each
+from ddp_equivalence.measurement.calls import CodeLine, is_users
+from ddp_equivalence.observed_scripts.query import STATE
+from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.rows import Rows, rows_without_tensors
 
 LARGE = 1 << 20
 """The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
@@ -89,3 +106,315 @@ def _in_a_file(tensor: Tensor, size: int) -> Tensor | None:
         os.close(descriptor)
         os.unlink(path)
     return flat.view(tensor.shape).copy_(tensor)
+
+
+# What a script holds in Python and in generators, and in no weight, buffer or batch.
+
+MOST_VALUES, MOST_PARTS = 200, 20
+"""Of all values, and of those in one container: the script waits while they are read."""
+
+
+def held_in_python(module: nn.Module) -> dict[str, str]:
+    """The states of generators, and the numbers in variables, in what objects, dicts and lists in
+    variables hold, and in attributes of the module that is called: each as a text that is short.
+    """
+    found = dict[str, str]()
+    for name, value in _values(module):
+        if len(found) < MOST_VALUES and (text := _text(value)):
+            found.setdefault(name, text)
+    return found
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield "random", random
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield "numpy.random", numpy.random.mtrand._rand
+    for name, inner in module.named_modules():
+        if not type(inner).__module__.startswith("torch."):
+            for attribute, value in _attributes(inner):
+                where = f"{type(module).__name__}.{name}.{attribute}".replace("..", ".")
+                yield from _with_parts(where, value, deep=2)
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if is_users(frame.f_code.co_filename):
+            for name, value in list(frame.f_locals.items()):
+                yield from _with_parts(name, value, deep=3)
+
+
+def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
+    """The value, and what it holds, down to so many levels."""
+    yield name, value
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        parts = ((f"[{k!r}]", one) for k, one in value.items() if isinstance(k, str | int))
+    elif isinstance(value, list | deque):
+        parts = ((f"[{k}]", one) for k, one in enumerate(value))
+    elif _is_of_users(type(value)):
+        parts = ((f".{k}", one) for k, one in _attributes(value))
+    for part, one in islice(parts, MOST_PARTS) if deep else ():
+        yield from _with_parts(name + part, one, deep - 1)
+
+
+def _attributes(of: Any) -> Iterator[tuple[str, Any]]:
+    """Without the modules of a module, whose names are attributes too."""
+    return ((k, one) for k, one in getattr(of, "__dict__", {}).items() if k != "_modules")
+
+
+def _is_of_users(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_users(file)
+
+
+def _text(value: Any) -> str:
+    """A number, or a digest of the state of a generator; "" for anything else."""
+    if isinstance(value, int | float):
+        return f"{value:.6g}"
+    if isinstance(value, torch.Generator):
+        state: Any = value.get_state().tolist()
+    elif isinstance(value, random.Random) or value is random:
+        state = value.getstate()
+    elif type(value).__module__.startswith("numpy.random"):
+        state = getattr(value, "bit_generator", None) or value._bit_generator
+        state = repr(state.state)
+    else:
+        return ""
+    return STATE + hashlib.sha256(repr(state).encode()).hexdigest()[:8]
+
+
+# Marks that tell whether a module returns the same in two processes.
+
+MOST_ELEMENTS = 1 << 16
+"""Of a larger tensor only so many elements are looked at, so that a mark takes little time."""
+
+
+def mark_of(result: Any) -> float:
+    """A number that tells what a module returned from nearly everything else, also from the same
+    elements in another order; NaN if it returned no dense floats.
+    """
+    total, place = 0.0, 0
+    tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+    with _disable_current_modes(), torch.no_grad():  # nobody logs or nudges this
+        for flat in (one.reshape(-1) for one in tensors if _is_plain(one)):
+            taken = flat[:: len(flat) // MOST_ELEMENTS + 1].double()
+            places = torch.arange(place, place + len(taken), device=taken.device).double()
+            total += float(taken @ torch.cos(places * places.sqrt()))
+            place += len(taken)
+    return total if place else math.nan
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Dense, not sharded, and not empty."""
+    is_dense = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor")
+    return is_dense and tensor.is_floating_point() and tensor.numel() > 0
+
+
+# Names for the modules that a script calls and for their tensors, whatever they are wrapped in.
+#
+# A script may wrap its model on several ranks and not in one process. Names do not depend on
+# that.
+
+INSIDE = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_forward_module",
+}
+"""The class of a wrapper -> the name under which it holds what it wraps."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers around it."""
+    while (name := INSIDE.get(type(module).__name__)) is not None and name in module._modules:
+        inside = module._modules[name]
+        if inside is None:
+            break
+        module = inside
+    return module
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer inside a module, and every tensor that a module of the user's
+    keeps as a plain attribute, by a name without wrappers; shared ones once. A view is none: FSDP
+    makes such ones of its flat parameters.
+    """
+    seen: set[int] = set()
+    yield from _named(unwrapped(module), "", seen)
+
+
+def _named(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    own = () if type(module).__module__.startswith("torch.") else vars(module).items()
+    kept = [(k, t) for k, t in own if isinstance(t, Tensor) and not t._is_view() and t.is_leaf]
+    for name, tensor in (*module._parameters.items(), *module._buffers.items(), *kept):
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield f"{prefix}{name}", tensor
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            yield from _named(unwrapped(child), f"{prefix}{name}.", seen)
+
+
+class ModuleNames:
+    """The names of the modules that the script itself calls, in the order of their first calls:
+    ``GPT``, ``Discriminator``, ``Linear`` and ``Linear#1``.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+
+    def of(self, module: nn.Module) -> str:
+        """The name of a module, which may be wrapped."""
+        inside = unwrapped(module)
+        if id(inside) not in self._names:
+            kind = type(inside).__name__
+            count = sum(1 for name in self.modules if name.partition("#")[0] == kind)
+            name = f"{kind}#{count}" if count else kind
+            self._names[id(inside)] = name
+            self.modules[name] = inside  # keeps it alive, so that no other gets its id
+        return self._names[id(inside)]
+
+    def learn_parameters(self, name: str) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of a module that were not known before, by their full names."""
+        new = []
+        for inner, tensor in named_tensors(self.modules[name]):
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._parameters:
+                self._parameters[id(tensor)] = f"{name}:{inner}"
+                new.append((f"{name}:{inner}", tensor))
+        return new
+
+    def of_parameter(self, parameter: Tensor) -> str | None:
+        """The full name of a parameter; None if it is in no module that was called."""
+        return self._parameters.get(id(parameter))
+
+    def live_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every known parameter that its module still has."""
+        for module in self.modules.values():
+            for _, tensor in named_tensors(module):
+                name = self._parameters.get(id(tensor))
+                if name is not None and isinstance(tensor, nn.Parameter):
+                    yield name, tensor
+
+    def buffers(self, modules: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of these modules, by their full names."""
+        for name in sorted(modules):
+            for inner, tensor in named_tensors(self.modules[name]):
+                if not isinstance(tensor, nn.Parameter):
+                    yield f"{name}:{inner}", tensor
+
+
+# Finds the line in the source of a module's class that assigns one of its buffers.
+
+DATA = "data"
+"""What is written to this attribute of a tensor is written to the tensor."""
+
+
+def line_that_assigns(module: nn.Module, buffer: str) -> Place | None:
+    """The line that gives a buffer its value, outside of ``__init__``; None unless there is one
+    such line, in the user's own code. ``buffer``: its name inside ``module``, with dots.
+    """
+    path, _, name = buffer.rpartition(".")
+    try:
+        owner: Any = module.get_submodule(path)
+    except AttributeError:  # it is inside a wrapper, which has no part in the name
+        return None
+    kind = type(owner)
+    if kind not in _known:
+        _known[kind] = _lines_that_assign(kind)
+    lines = _known[kind].get(name, [])
+    return lines[0] if len(lines) == 1 else None
+
+
+_known: dict[object, dict[str, list[Place]]] = {}
+
+
+def _lines_that_assign(kind: type[Any]) -> dict[str, list[Place]]:
+    """For each attribute of self, the lines that assign it, or write into it."""
+    tree, file, first = _source(kind)
+    found: dict[str, list[Place]] = {}
+    for method in getattr(tree, "body", ()):
+        if not isinstance(method, ast.FunctionDef) or method.name == "__init__":
+            continue
+        for node in ast.walk(method):
+            for name in _written(node):
+                number = first + getattr(node, "lineno", 1) - 1
+                found.setdefault(name, []).append(Place(real_file(file), number, method.name))
+    return found
+
+
+def _source(kind: type[Any]) -> tuple[ast.AST | None, str, int]:
+    """The class statement, its file, and its first line; None where that cannot be read."""
+    try:
+        file = inspect.getsourcefile(kind)
+        if file is None or not is_users(file):
+            return None, "", 0
+        source, first = inspect.getsourcelines(kind)
+        (tree,) = ast.parse(textwrap.dedent("".join(source))).body
+    except (OSError, TypeError, SyntaxError, ValueError, TokenError):
+        return None, "", 0  # such as a docstring that is indented less than its class
+    return tree, file, first
+
+
+def _written(node: ast.AST) -> list[str]:
+    """The attributes of self that a statement, or a call of a method such as copy_, writes to."""
+    if isinstance(node, ast.Assign):
+        targets: list[ast.expr] = node.targets
+        targets = [one for target in targets for one in _each(target)]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        in_place = node.func.attr.endswith("_") and not node.func.attr.endswith("__")
+        targets = [node.func.value] if in_place else []
+    else:
+        return []
+    return [name for target in targets if (name := _of_self(target)) is not None]
+
+
+def _each(target: ast.expr) -> list[ast.expr]:
+    """The targets of an assignment to several at once."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [one for element in target.elts for one in _each(element)]
+    return [target]
+
+
+def _is_data_of_a_tensor(node: ast.expr) -> bool:
+    """True for ``self.center.data``, and not for ``self.data``, which may be a buffer itself."""
+    if not isinstance(node, ast.Attribute) or node.attr != DATA:
+        return False
+    return not isinstance(node.value, ast.Name)
+
+
+def _of_self(node: ast.expr) -> str | None:
+    """``center`` for ``self.center``, ``self.center[0]``, ``self.center.data``; None for others."""
+    while isinstance(node, ast.Subscript) or _is_data_of_a_tensor(node):
+        assert isinstance(node, ast.Subscript | ast.Attribute)
+        node = node.value
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return None
+    return node.attr if node.value.id == "self" else None
+
+
+# Lines of code in the user's own files, also where a script runs in a copy made of links.
+
+
+@lru_cache(maxsize=4096)
+def real_file(file: str) -> str:
+    """The file that a link stands for."""
+    return os.path.realpath(file) if os.path.islink(file) else file
+
+
+def with_real_files(value: Any) -> Any:
+    """The same dataclasses, tuples and dicts, with every line in its real file."""
+    if isinstance(value, CodeLine):
+        return replace(value, file=real_file(value.file))
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map(with_real_files, value))
+    if isinstance(value, dict):
+        return {with_real_files(key): with_real_files(one) for key, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        new = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return replace(value, **{name: with_real_files(one) for name, one in new.items()})
+    return value

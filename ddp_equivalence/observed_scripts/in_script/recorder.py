@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
+import os
+import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
-from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
-from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
-from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
-from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, whole
-from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
-from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
-from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
-    facts_of_process,
-    rank_of_process,
-    world_size,
+from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook, LoggedOperations
+from ddp_equivalence.observed_scripts.in_script.fetched import (
+    FetchedBatches,
+    digest,
+    generator_state,
 )
-from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
-from ddp_equivalence.observed_scripts.in_script.watch import Watch
-from ddp_equivalence.observed_scripts.question_line import end_process
+from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
+    add_rows,
+    named_tensors,
+    unwrapped,
+    whole,
+)
+from ddp_equivalence.observed_scripts.in_script.watch import (
+    EarlierLines,
+    SetUpCalls,
+    StepInProgress,
+    Watch,
+)
+from ddp_equivalence.observed_scripts.oracle import end_process
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     RecordedStep,
@@ -40,7 +48,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
 from ddp_equivalence.observed_scripts.rows import rows_of
 from ddp_equivalence.observed_scripts.told import Told
 
-MOST = 4
+MOST_TIMES_WANTED = 4
 """At most so many times the steps that are wanted are recorded, where batches are read rarely."""
 
 WAIT_FOR_OTHERS, PATIENCE = 120.0, 10.0
@@ -134,7 +142,7 @@ class Recorder(Watch):
         is behind may need what this one does next.
         """
         reads_once = not fetching and self._fetched.training
-        if self._written < self._told.steps * (MOST if reads_once else 1):
+        if self._written < self._told.steps * (MOST_TIMES_WANTED if reads_once else 1):
             return
         (self._folder / "done").touch()
         self._done_at = min(self._done_at, time.monotonic())
@@ -298,3 +306,53 @@ class Recorder(Watch):
             planted=None if self.planted is None else self.planted.fired,
         )
         write_step(self._folder, step, tensors, lists)
+
+
+# Which rank a process of a script is.
+
+STACKS = "stacks.txt"
+
+
+def rank_of_process() -> int:
+    """The rank in the group of all, or the one that a launcher has told."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of ranks in that group, or the one that a launcher has told."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def facts_of_process(folder: Path) -> dict[str, Any]:
+    """What the process that judges is told of a rank's process. From now on, it also writes its
+    stacks to the rank's folder on SIGUSR1, unless the script uses this signal itself.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR1, (folder / STACKS).open("w"))
+    return {
+        "world_size": world_size(),
+        "process": os.getpid(),
+        "argv": sys.argv,
+        "executable": sys.executable,
+        "main": str(getattr(sys.modules.get("__main__"), "__file__", "") or ""),
+        "in_group": dist.is_available() and dist.is_initialized(),
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
+        "backend": _backend(),
+    }
+
+
+def _backend() -> str:
+    """The backend of the group of all for the devices that it trains on; "" without a group.
+
+    A script that names none has one for each kind of device, such as ``cpu:gloo,cuda:nccl``.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    config = str(dist.get_backend_config())
+    by_device = dict(one.partition(":")[::2] for one in config.split(","))
+    device = "cuda" if "cuda" in by_device and torch.cuda.is_available() else "cpu"
+    return by_device.get(device) or dist.get_backend()

@@ -1,46 +1,63 @@
-"""Lets the script compute, in one process, the gradient of whatever rows it is asked for.
-
-Before the script calls a module for the first time in a step, the module gets the weights and
-buffers that were recorded. Where the script reads a batch, it is given the rows of a ``Query``.
-"""
+"""Lets the script compute, in one process, the gradient of whatever rows it is asked for."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
+import signal
+import socket
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_equivalence.comparison.low_precision import NudgedInside
-from ddp_equivalence.observed_scripts.falling_order import in_falling_order
-from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
-from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
-from ddp_equivalence.observed_scripts.in_script.kept_steps import keep
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import put, whole
-from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
-from ddp_equivalence.observed_scripts.in_script.names import named_tensors
-from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
-from ddp_equivalence.observed_scripts.in_script.restored_generators import (
-    follow_restored_states,
+from ddp_equivalence.comparison.rounding import NudgedInside
+from ddp_equivalence.observed_scripts.in_script.closer_look import LoggedOperations
+from ddp_equivalence.observed_scripts.in_script.fetched import (
+    AskedQueries,
+    FedLoaders,
+    RowsInTensor,
+    default_generator,
+    set_generator_state,
+    state_for,
 )
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
-from ddp_equivalence.observed_scripts.in_script.watch import Watch
-from ddp_equivalence.observed_scripts.listed_rows import TOP, TOP_OF_CALL
-from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
-from ddp_equivalence.observed_scripts.question_line import QuestionLine
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors, put, whole
+from ddp_equivalence.observed_scripts.in_script.watch import StepInProgress, Watch, place_of_caller
+from ddp_equivalence.observed_scripts.oracle import QuestionLine
+from ddp_equivalence.observed_scripts.query import (
+    Answer,
+    AnswerOfStep,
+    Piece,
+    Query,
+    RowOrder,
+    path_of_kept,
+)
+from ddp_equivalence.observed_scripts.record import in_falling_order
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     StepReader,
     in_float64,
     rank_folder,
 )
-from ddp_equivalence.observed_scripts.rows import Part, joined, put_into
+from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
 from ddp_equivalence.observed_scripts.told import Told
+
+# Lets the script compute, in one process, the gradient of whatever rows it is asked for.
+#
+# Before the script calls a module for the first time in a step, the module gets the weights and
+# buffers that were recorded. Where the script reads a batch, it is given the rows of a ``Query``.
 
 
 class Replayer(Watch):
@@ -296,3 +313,408 @@ class Replayer(Watch):
     def _draws(self, query: Query) -> bool:
         ranks = query.ranks
         return any(self._reader(r, number).step.draws for r in ranks for number in query.steps)
+
+
+# Keeps a process at the beginning of each step, which answers what is asked of the step later.
+#
+# By then the script's process has gone on, and with it what the script holds in Python: a moving
+# mean, a counter, a generator of its own. A fork of it still has what it held at the beginning.
+
+MOST_KEPT = 16
+"""Of more steps, only so many keep a process: each takes memory as the script goes on."""
+
+
+def keep(query: Query, line: QuestionLine) -> Query | None:
+    """Keep this process as it is before it computes a query. In each fork of it that computes
+    something: what it is asked instead; None in the process that goes on.
+    """
+    path = path_of_kept(line.folder, query.steps)
+    is_enough = len(list(line.folder.glob("kept*"))) >= MOST_KEPT
+    if is_enough or path.exists() or not _can_be_forked():
+        return None
+    state, goes_on = random.getstate(), os.getpid()  # Python seeds each fork anew
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    if os.fork():
+        listener.close()
+        return None
+    line.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that compute
+    listener.settimeout(1.0)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if os.getppid() != goes_on and not any(line.folder.glob(f"{query.number}-*")):
+                os._exit(1)  # the script has failed, and its launcher waits for all forks of it
+            continue
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            random.setstate(state)
+            torch.set_num_threads(1)  # a fork has no others, and would wait for them for ever
+            _renew_groups()
+            return line.asked_only_over(connection)
+        connection.close()
+
+
+def _can_be_forked() -> bool:
+    """Not if it uses a GPU, or has processes that load data: these answer one process only."""
+    return not torch.cuda.is_initialized() and not multiprocessing.active_children()
+
+
+def _renew_groups() -> None:
+    """Let the groups of one process reduce again: a fork has no threads of gloo."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group.size() == 1 and "cpu:gloo" in str(dist.get_backend_config(group)):
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            new = dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=5))
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            group._register_backend(torch.device("cpu"), kind, new)
+
+
+# Lets one process draw, for the rows of several ranks, the random numbers that each rank drew.
+#
+# A random operation whose result has entries for each row of the batch is cut into parts, and
+# each part is drawn by a generator in the state that its rank's was in.
+
+
+@dataclass(frozen=True)
+class Source:
+    """``state``: of a rank's generators; None if it is not known. ``count``: the rows of that rank.
+    ``rows``: which of them are in this process's batch; None for all. ``rank``: its number.
+    """
+
+    state: Tensor | None
+    count: int
+    rows: tuple[int, ...] | None
+    rank: int = 0
+
+    @property
+    def taken(self) -> int:
+        """The number of its rows in this process's batch."""
+        return self.count if self.rows is None else len(self.rows)
+
+
+def _copied(result: Any) -> Any:
+    return pytree.tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, result)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in pairs
+    )
+
+
+States = list[dict[str, Tensor]]
+"""For each source, the state of its generator by the kind of device."""
+
+
+class RankGenerators(TorchDispatchMode):
+    """``missed``: how often each operation, which draws no rows, drew what not every rank drew.
+
+    ``counts``: whether that is counted now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.missed: dict[str, int] = {}
+        self.alike: dict[str, None] = {}
+        self.counts = True
+        self._sources: list[Source] = []
+        self._states: States = []
+        self._made: dict[int, None] = {}  # so many rows the script made on each rank by itself
+        self._on = False
+        self._row_order: RowOrder = "by row"
+
+    def use(self, sources: Sequence[Source], draws: bool, row_order: RowOrder = "by row") -> None:
+        """Draw from these from now on. ``draws``: the script draws random numbers at all.
+        ``row_order``: that of what is drawn.
+        """
+        self._sources, self._states = [], []
+        self._row_order = row_order
+        if not draws or any(source.state is None for source in sources):
+            return
+        if len(sources) == 1 and sources[0].rows is None:
+            state = sources[0].state
+            assert state is not None
+            set_generator_state(state)
+            return
+        self._sources, self._states = list(sources), [{} for _ in sources]
+        self.begin()
+
+    def begin(self) -> None:
+        """Be told of every operation from now on, until the process ends."""
+        if not self._on:
+            self._on = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def active(self) -> bool:
+        """This process draws for several sources now."""
+        return bool(self._sources)
+
+    def states(self) -> States:
+        """Those of the sources now."""
+        return [dict(one) for one in self._states]
+
+    def restore(self, states: States) -> None:
+        """Go back to states of the same sources."""
+        if len(states) == len(self._states):
+            self._states = [dict(one) for one in states]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Draw as usual inside the block, in which a loader makes a batch that is not used."""
+        sources, self._sources = self._sources, []
+        try:
+            yield
+        finally:
+            self._sources = sources
+
+    def forget(self) -> None:
+        """Draw as usual from now on, where a step begins."""
+        self._sources, self._states, self._made = [], [], {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if not self._sources or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **named)
+        if func in DRAW_NOTHING or "out" in named or named.get("generator") is not None:
+            return func(*args, **named)
+        if not drops_something(func, args, named):
+            return func(*args, **named)
+        drawn, read = self._drawn(func, args, named), self._sources
+        for count in () if drawn is not None else self._made:
+            self._sources = [replace(source, count=count, rows=None) for source in read]
+            drawn = self._drawn(func, args, named)
+            self._sources = read
+            if drawn is not None:
+                break
+        return self._drawn_by_each(func, args, named) if drawn is None else drawn
+
+    def _drawn_by_each(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What the first rank drew, where no rows are drawn: right if every rank drew the same.
+        A new tensor for the rows of one rank becomes one for those of all.
+
+        The generators of all ranks move on.
+        """
+        device = device_of(args, named)
+        if (func._schema.is_mutable and func not in IN_PLACE) or not self._is_known(device):
+            self._note_missed(func)  # it is not known what it writes to, or from what it draws
+            return func(*args, **named)
+        results = []
+        for number in range(len(self._sources)):
+            with self._drawing_as(number, device):
+                results.append(_copied(func(*args, **named)))
+        if not all(_equal(results[0], one) for one in results):
+            if func in MADE and (rows := self._rows_that_were_made(results)) is not None:
+                return rows
+            self._note_missed(func)
+        if func._schema.is_mutable:
+            args[0].copy_(results[0])
+            return args[0]
+        return results[0]
+
+    def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
+        """Those of all ranks, if the script makes as many rows on each rank as it reads there, or a
+        part of them, or a multiple, whatever its loader gives. None if these are no rows.
+        """
+        count, length = self._sources[0].count, len(made[0]) if made[0].ndim else 0
+        if any(one.count != count for one in self._sources) or len(self._sources) < 2:
+            return None
+        if length == count:
+            return torch.cat(
+                [
+                    one if of.rows is None else one[list(of.rows)]
+                    for one, of in zip(made, self._sources, strict=True)
+                ]
+            )
+        are_all = all(one.taken == count for one in self._sources)
+        if length < 2 or (length % count and count % length) or not are_all:
+            return None
+        self._made[length] = None
+        return torch.cat([*made])
+
+    def _note_missed(self, func: Any) -> None:
+        if self.counts:
+            self.missed[str(func)] = self.missed.get(str(func), 0) + 1
+
+    def _is_known(self, device: torch.device) -> bool:
+        """The state of every rank's generator of this device is."""
+        return default_generator(device) is not None and all(
+            source.state is not None and state_for(device, source.state) is not None
+            for source in self._sources
+        )
+
+    @contextmanager
+    def _drawing_as(self, number: int, device: torch.device) -> Iterator[None]:
+        """Inside the block, torch draws on this device what one source draws next."""
+        generator = default_generator(device)
+        assert generator is not None
+        kept = generator.get_state()
+        generator.set_state(self._state(number, device))
+        try:
+            yield
+        finally:
+            self._states[number][device.type] = generator.get_state()
+            generator.set_state(kept)
+
+    def _state(self, number: int, device: torch.device) -> Tensor:
+        """That of one source now. A device without a number is the current one."""
+        states, state = self._states[number], self._sources[number].state
+        if device.type not in states:
+            of_device = None if state is None else state_for(device, state)
+            assert of_device is not None
+            states[device.type] = of_device
+        return states[device.type]
+
+    def _note_alike(self, device: torch.device) -> None:
+        """Remember the line, if all ranks draw the same numbers for their rows there."""
+        first, *others = (self._state(number, device) for number in range(len(self._sources)))
+        are_alike = all(torch.equal(first, other) for other in others)
+        if are_alike and len({one.rank for one in self._sources}) > 1:
+            self.alike[str(place_of_caller())] = None
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """The result of an operation that draws rows; None if it does not."""
+        device = device_of(args, named)
+        if func not in IN_PLACE | MADE | LIKE | LIKE_VALUES or not self._is_known(device):
+            return None
+        if func in LIKE_VALUES and any(source.rows is not None for source in self._sources):
+            return None
+        size = args[-1] if func in MADE else first_tensor(args).shape
+        rows = sum(source.taken for source in self._sources)
+        where = RowsInTensor.of(size, rows, self._row_order)
+        if where is None or (where.dim and func in OF_DIM_0):
+            return None
+        self._note_alike(device)
+        results = []
+        for number, source in enumerate(self._sources):
+            if func in MADE:
+                given = (*args[:-1], where.shape(size, source.count))
+            else:
+                given = tuple(self._all_rows(one, where, len(size), number) for one in args)
+            with self._drawing_as(number, device):
+                results.append(func(*given, **named))
+        if isinstance(results[0], tuple):  # a dropout returns its mask too
+            return tuple(self._joined(parts, where) for parts in zip(*results, strict=True))
+        joined = self._joined(results, where)
+        return args[0].copy_(joined) if func in IN_PLACE else joined
+
+    def _all_rows(self, argument: Any, where: RowsInTensor, ndim: int, number: int) -> Any:
+        """An argument with all rows of one source in the place of those of every source."""
+        counts = [source.taken for source in self._sources]
+        if not isinstance(argument, Tensor) or argument.ndim != ndim:
+            return argument
+        if argument.shape[where.dim] != where.each * sum(counts):
+            return argument
+        rows, source = where.split(argument, counts)[number], self._sources[number]
+        if source.rows is not None:
+            return where.with_rows(rows, source.count, source.rows)
+        return where.empty(argument, source.count).copy_(rows)
+
+    def _joined(self, drawn: Sequence[Tensor], where: RowsInTensor) -> Tensor:
+        """One tensor of what was drawn for each source, of which some rows may not be taken."""
+        pairs = zip(drawn, self._sources, strict=True)
+        return where.joined(
+            [one if of.rows is None else where.rows_of(one, of.rows) for one, of in pairs]
+        )
+
+
+# Lets what a script does to the state of torch's generator hold for those of the ranks too.
+#
+# Activation checkpointing keeps the state before a part of the forward pass, and restores it to
+# compute that part again in the backward pass, with the same random numbers.
+
+MOST_REMEMBERED = 2_000
+"""So many states are remembered, of which each has 5 KB for each rank."""
+
+
+def follow_restored_states(generators: RankGenerators) -> None:
+    """Replace the functions of torch that read and set the state of the CPU's generator."""
+    remembered: dict[bytes, States] = {}
+
+    def get_rng_state() -> Tensor:
+        """The state, and another one each time, by which that of the ranks is known."""
+        if not generators.active:
+            return torch.default_generator.get_state()
+        torch.rand([], generator=torch.default_generator)
+        state = torch.default_generator.get_state()
+        if len(remembered) >= MOST_REMEMBERED:
+            remembered.pop(next(iter(remembered)))
+        remembered[state.numpy().tobytes()] = generators.states()
+        return state
+
+    def set_rng_state(state: Tensor) -> None:
+        torch.default_generator.set_state(state)
+        if generators.active and (known := remembered.get(state.numpy().tobytes())) is not None:
+            generators.restore(known)
+
+    for module in (torch, torch.random):
+        names: Any = module
+        names.get_rng_state, names.set_rng_state = get_rng_state, set_rng_state
+
+
+# The operations of torch that draw random numbers, and how each of them draws.
+
+aten: Any = torch.ops.aten
+
+IN_PLACE = {
+    *(aten.bernoulli_.float, aten.bernoulli_.Tensor, aten.uniform_.default, aten.normal_.default),
+    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
+    *(aten.exponential_.default, aten.log_normal_.default, aten.geometric_.default),
+}
+"""Operations that fill their first argument."""
+
+MADE = {
+    *(aten.rand.default, aten.randn.default, aten.normal.float_float),
+    *(aten.randint.default, aten.randint.low),
+}
+"""Operations that make a tensor of a given size, which is the last of their arguments."""
+
+LIKE = {
+    *(aten.rand_like.default, aten.randn_like.default),
+    *(aten.randint_like.default, aten.randint_like.low_dtype),
+    *(aten.native_dropout.default, aten._fused_dropout.default),
+    *(aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor, aten.multinomial.default),
+    *(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor),
+}
+"""Operations that make tensors with the rows of their first tensor. How many numbers they draw
+depends on its shape alone. A dropout on a GPU is one of them; on the CPU it is made of others.
+"""
+
+LIKE_VALUES = {aten.poisson.default, aten._standard_gamma.default}
+"""The same, but how many numbers they draw depends on the values too."""
+
+OF_DIM_0 = {aten.multinomial.default}
+"""The rows of these are in dim 0 at any rate."""
+
+DRAW_NOTHING = {aten.empty_like.default, aten.native_dropout_backward.default}
+
+
+def drops_something(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """False if an operation that may drop something, such as an attention, drops nothing."""
+    given = {one.name: one.default_value for one in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | dict(named)
+    of_dropout = "p" if "dropout" in str(func) else ""
+    probability = next((given[n] for n in ("dropout_p", "dropout", of_dropout) if n in given), 1.0)
+    return float(probability or 0.0) > 0.0 and given.get("train") is not False
+
+
+def device_of(args: Sequence[Any], named: Mapping[str, Any]) -> torch.device:
+    """Where an operation draws."""
+    if named.get("device") is not None:
+        return torch.device(named["device"])
+    tensor = first_tensor(args)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def first_tensor(args: Sequence[Any]) -> Any:
+    """The first tensor among the arguments; None if there is none."""
+    return next((one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)), None)

@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import get_worker_info
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.worker import _worker_loop
 
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.faults.plant import PlantedFault
-from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
-from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64, to_float64
-from ddp_equivalence.observed_scripts.in_script.frozen_parameters import FrozenParameters
-from ddp_equivalence.observed_scripts.in_script.generator_states import (
+from ddp_equivalence.measurement.call_watch import Lines, RegisteringCalls, TorchCalls
+from ddp_equivalence.measurement.calls import Call, Kind, lines_of
+from ddp_equivalence.measurement.lines import code_of, merged_handlers, without_failing
+from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import is_batch_norm
+from ddp_equivalence.observed_scripts.in_script.fetched import (
+    Loaders,
+    digest,
     follow_device,
     generator_state,
 )
-from ddp_equivalence.observed_scripts.in_script.held_in_python import held_in_python
-from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
-from ddp_equivalence.observed_scripts.in_script.left_scale import scale_that_is_left
-from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
-from ddp_equivalence.observed_scripts.in_script.marks import mark_of
-from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
-from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
-from ddp_equivalence.observed_scripts.in_script.sync_batch_norm_on_cpu import is_batch_norm
-from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
-from ddp_equivalence.observed_scripts.recorded_step import Event, SeenCall, SeenClip
-from ddp_equivalence.observed_scripts.rows import rows_of
-from ddp_equivalence.observed_scripts.time_first import with_rows_first
+from ddp_equivalence.observed_scripts.in_script.hooks import (
+    Hooked,
+    batch_in_float64,
+    let_torch_draw,
+    to_float64,
+)
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
+    ModuleNames,
+    held_in_python,
+    kept,
+    line_that_assigns,
+    mark_of,
+    named_tensors,
+    real_file,
+    whole,
+)
+from ddp_equivalence.observed_scripts.recorded_step import (
+    EarlierPlaces,
+    Event,
+    Place,
+    SeenCall,
+    SeenClip,
+)
+from ddp_equivalence.observed_scripts.rows import TOP_OF_CALL, Rows, rows_of, with_rows_first
+from ddp_equivalence.ranks.users_line import counts_as_torch
 
 
 class Watch:
@@ -296,3 +319,349 @@ class Watch:
         value = whole(gradient)
         before = self._of_this_backward.get(name)
         self._of_this_backward[name] = value if before is None else kept(before + value)
+
+
+# Records what a script does with torch before its model is called, with the lines that do it.
+#
+# Groups, samplers, loaders, seeds and hooks are made then, and a step is watched only from the
+# first call of its model on.
+
+RECORDED = {
+    *(Kind.NEW_GROUP, Kind.SEED, Kind.SAMPLER, Kind.LOADER, Kind.TENSOR_HOOK, Kind.IGNORE),
+}
+
+MOST = 500
+"""Later calls of a longer set-up are not recorded."""
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class SetUpCalls:
+    """Records in this thread, from ``begin`` to ``end``."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        names = _Numbers()
+        of_torch = TorchCalls(self._record, names).handlers()
+        registering = RegisteringCalls(self._append, names).handlers()
+        in_worker = {code_of(_worker_loop): lambda frame: self.stop()}  # of a loader, by fork
+        self._handlers = merged_handlers(of_torch, registering, in_worker)
+
+    def begin(self) -> None:
+        """Record from now on, unless the script is run under a profiler."""
+        if sys.getprofile() is None:
+            sys.setprofile(self._on_event)
+
+    def end(self, names: Mapping[int, str]) -> Sequence[Call]:
+        """Stop, and return what was recorded. ``names``: the id of a parameter -> its name."""
+        self.stop()
+        return [found for call in self._calls if (found := _with_names(call, names)) is not None]
+
+    def stop(self) -> None:
+        """Record nothing any more: every call of Python takes longer until then."""
+        if sys.getprofile() == self._on_event:
+            sys.setprofile(None)
+
+    def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
+        if event != "call":
+            return
+        handler = self._handlers.get(frame.f_code)
+        caller = frame.f_back
+        if handler is None or (caller and caller.f_code.co_filename.startswith(HERE)):
+            return
+        without_failing(handler, frame)
+
+    def _record(self, kind: Kind, frame: FrameType | None, **more: Any) -> None:
+        self._append(kind, lines_of(frame), **more)
+
+    def _append(self, kind: Kind, lines: Lines, **more: Any) -> None:
+        if kind in RECORDED and lines[0] is not None:
+            self._calls.append(Call(kind, *lines, step=0, backwards=0, **more))
+        if len(self._calls) >= MOST:
+            self.stop()
+
+
+class _Numbers(dict[int, str]):
+    """Gives every parameter its id as a name: the model is not known yet."""
+
+    def get(self, key: int, default: Any = None) -> str:
+        return str(key)
+
+
+def _with_names(call: Call, names: Mapping[int, str]) -> Call | None:
+    """The call with the names of parameters; None if it is about other tensors."""
+    found = tuple(names[int(one)] for one in call.names if int(one) in names)
+    return None if call.names and not found else replace(call, names=found)
+
+
+# Remembers which lines made the optimizer and the loader, loaded weights and cleared gradients.
+
+
+class EarlierLines:
+    """Watches from the beginning. ``cleared``: the line that called zero_grad last before the last
+    ``step_ends``.
+    """
+
+    def __init__(self) -> None:
+        self.cleared = self._cleared = Place()
+        self._made, self._loaded = PlacesOfObjects(), PlacesOfObjects()
+        self._scheduled, self._of_state = PlacesOfObjects(), PlacesOfObjects()
+        self._steps_with: dict[str, str] = {}
+        after(Optimizer, "__init__", self._note_made)
+        after(DataLoader, "__init__", self._note_made)
+        after(nn.Module, "load_state_dict", self._note_loaded)
+        after(Optimizer, "load_state_dict", lambda one: self._of_state.note(one, place_of_caller()))
+        for kind in vars(lr_scheduler).values():
+            if "step" in getattr(kind, "__dict__", {}):
+                after(kind, "step", self._note_scheduled)
+        after(Optimizer, "zero_grad", self._note_cleared)
+        after(nn.Module, "zero_grad", self._note_cleared)
+
+    def step_ends(self) -> None:
+        """The first optimizer of a step is about to step: what was cleared before belongs to it."""
+        self.cleared, self._cleared, self._steps_with = self._cleared, Place(), {}
+
+    def places(self, optimizer: Any, loader: Any, names: ModuleNames) -> EarlierPlaces:
+        """What is known when this optimizer steps. ``loader``: None if the step read from none."""
+        self._steps_with |= dict(_steps_with(optimizer, names))
+        return EarlierPlaces(
+            optimizer=self._made.of(optimizer),
+            loader=self._made.of(loader),
+            cleared=self.cleared,
+            loaded={
+                name: place
+                for name, module in names.modules.items()
+                if (place := self._loaded_at(module)).file
+            },
+            buffers={
+                f"{name}:{buffer}": line_that_assigns(module, buffer) or Place()
+                for name, module in names.modules.items()
+                for buffer, tensor in named_tensors(module)
+                if not isinstance(tensor, nn.Parameter)
+            },
+            scheduled=self._scheduled.of(optimizer),
+            state_loaded=self._of_state.of(optimizer),
+            steps_with=self._steps_with,
+        )
+
+    def _note_made(self, made: Any) -> None:
+        self._made.note(made, place_of_caller(made))
+
+    def _note_loaded(self, module: nn.Module) -> None:
+        place = place_of_caller()
+        for one in module.modules():  # the module may be a wrapper around the model
+            self._loaded.note(one, place)
+
+    def _loaded_at(self, module: nn.Module) -> Place:
+        """The line that loaded the weights of this module, or else of a part of it."""
+        places = map(self._loaded.of, module.modules())
+        return next((place for place in places if place.file), Place())
+
+    def _note_scheduled(self, scheduler: Any) -> None:
+        self._scheduled.note(scheduler.optimizer, place_of_caller())
+
+    def _note_cleared(self, owner: Any) -> None:
+        self._cleared = place_of_caller()
+
+
+def after(kind: type[Any], name: str, then: Callable[[Any], None]) -> None:
+    """Let ``then`` be called with the object after each call of this method of a class."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    @counts_as_torch
+    def watched(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named)
+        then(self)
+        return result
+
+    setattr(kind, name, watched)
+
+
+def _steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
+    """What decides how an optimizer steps beside its gradients, as names and texts."""
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for key, value in group.items():
+            if isinstance(value, int | float | str | Tensor | tuple):
+                yield f"{key} of group {number}", _text(value)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if not hasattr(value, "full_tensor"):  # a shard differs between ranks
+                    yield f"{key} of {names.of_parameter(parameter)}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return digest(value) if value.numel() > 1 else f"{value.item():.6g}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# Remembers which line of the script has frozen a parameter, until the model is first trained.
+
+FLAG, METHOD = "requires_grad", "requires_grad_"
+
+
+class FrozenParameters:
+    """Watches from the beginning until ``forget``: then code that is compiled meets parameters as
+    they always are.
+    """
+
+    def __init__(self) -> None:
+        self._places = PlacesOfObjects()
+        flag, method = getattr(Tensor, FLAG), getattr(Tensor, METHOD)
+
+        @counts_as_torch
+        def assigned(parameter: Tensor, value: bool) -> None:
+            flag.__set__(parameter, value)
+            self._note(parameter)
+
+        @counts_as_torch
+        def called(parameter: Tensor, *arguments: Any, **named: Any) -> Tensor:
+            method(parameter, *arguments, **named)
+            self._note(parameter)
+            return parameter
+
+        setattr(nn.Parameter, FLAG, property(flag.__get__, assigned))
+        setattr(nn.Parameter, METHOD, called)
+
+    def forget(self) -> None:
+        """End watching. What was seen stays known."""
+        for name in (FLAG, METHOD):
+            if name in vars(nn.Parameter):
+                delattr(nn.Parameter, name)
+
+    def place_of(self, parameter: Tensor) -> Place:
+        """The line that has frozen it; an empty place if none was seen."""
+        return self._places.of(parameter)
+
+    def _note(self, parameter: Tensor) -> None:
+        place = Place() if parameter.requires_grad else place_of_caller()
+        self._places.note(parameter, place)
+
+
+# Remembers which line did something with an object, for as long as the object lives.
+
+
+class PlacesOfObjects:
+    """Remembers a line for each of some objects, which a user's class may have made unhashable."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
+
+    def note(self, one: Any, place: Place) -> None:
+        """Remember this line from now on."""
+        self._places[id(one)] = weakref.ref(one), place
+
+    def of(self, one: Any) -> Place:
+        """The line of this object; an empty place if none is known."""
+        known, place = self._places.get(id(one), (None, Place()))
+        return place if known is not None and known() is one else Place()
+
+
+# Which line of the user's code has called a function of torch that is watched.
+
+
+def place_of_caller(made: object = None) -> Place:
+    """The innermost line of the user's own code that is running. ``made``: an object that is being
+    made; the lines of its own ``__init__`` do not count.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    outer = frame if made is not None else None
+    while outer is not None:
+        if outer.f_code.co_name == "__init__" and _first_argument(outer) is made:
+            frame = outer.f_back
+        outer = outer.f_back
+    innermost, users = lines_of(frame)
+    line = users or innermost
+    return Place() if line is None else Place(real_file(line.file), line.number, line.function)
+
+
+def _first_argument(frame: FrameType) -> object:
+    """The ``self`` of a method that runs."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
+
+
+# Which loss scale gradients still have.
+
+LARGE_SCALE = 1024.0
+"""No reduction makes gradients so much larger or smaller than the ranks' own ones."""
+
+
+def scale_that_is_left(scale: float, names: ModuleNames, now: StepInProgress) -> float:
+    """The loss scale that the gradients still have, which was ``scale``. A script may have divided
+    by it by hand: then they are not as much larger as the scale is than what was computed.
+    """
+    if scale < LARGE_SCALE:
+        return scale
+    squares = {"held": 0.0, "own": 0.0}
+    for name, parameter in names.live_parameters():
+        own = now.own.get(name)
+        if parameter.grad is not None and own is not None:
+            squares["held"] += float(parameter.grad.detach().double().square().sum())
+            squares["own"] += float(own.double().square().sum())
+    divided = squares["own"] > 0 and squares["held"] < scale * squares["own"]
+    return 1.0 if divided else scale
+
+
+# What one process of an observed script has done since the last step of its optimizers.
+
+
+@dataclass
+class StepInProgress:
+    """What has happened since the last step of an optimizer.
+
+    ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
+    the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
+    of ``calls`` was given; ``results``: the mark of what it returned. ``weights``: digests of the
+    tensors of every module at its first call; ``states``: the tensors, on rank 0. ``scales``: the
+    loss scale of each backward pass. ``stale``: gradients that were there before the first one.
+    ``left``: what the buffers of one process held before those of the record replaced them.
+    ``generators``: states of torch's generator, by the event before which they were taken.
+    ``optimizer``: the one that steps. ``by_grad``: its backward passes were calls of
+    ``torch.autograd.grad``. ``in_python``: what the script held when it first called a module.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    calls: list[SeenCall] = field(default_factory=list)
+    call_rows: list[Rows] = field(default_factory=list)
+    results: list[float] = field(default_factory=list)
+    events: Counter[tuple[str, int]] = field(default_factory=Counter)
+    clips: list[SeenClip] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[str, Tensor] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+    generators: dict[Event, Tensor] = field(default_factory=dict)
+    before_clip: dict[str, Tensor | None] | None = None
+    stale: dict[str, Tensor] = field(default_factory=dict)
+    backward_at: list[Place] = field(default_factory=list)
+    draws: bool = False
+    held: dict[str, Tensor | None] = field(default_factory=dict)
+    optimizers: list[str] = field(default_factory=list)
+    unnamed: int = 0
+    frozen: dict[str, Place] = field(default_factory=dict)
+    stepped_at: Place = field(default_factory=Place)
+    optimizer: Any = None
+    autocast: set[str] = field(default_factory=set)
+    batch_norm: bool = False
+    by_grad: bool = False
+    in_python: dict[str, str] = field(default_factory=dict)
+
+    def forget_grads(self) -> None:
+        """The script goes backward after all: what ``torch.autograd.grad`` computed until now is a
+        part of a loss, such as a penalty, or of a step inside the step.
+        """
+        self.by_grad = False
+        for one in (self.losses, self.scales, self.backward_at, self.own_of_each, self.own):
+            one.clear()
+        self.calls = [replace(call, backwards=0) for call in self.calls]
+        self.events, before, self.generators = Counter(), self.generators, {}
+        for event, state in before.items():
+            number = self.events[event.kind, 0]
+            self.events[event.kind, 0] += 1
+            self.generators[Event(event.kind, 0, number)] = state

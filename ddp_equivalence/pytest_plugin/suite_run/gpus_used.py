@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddp_equivalence.ranks.gpu_room import SEVERAL
 from ddp_equivalence.ranks.gpus import Gpu, plain_uuid
-from ddp_equivalence.ranks.nccl_transport import Transport
-from ddp_equivalence.ranks.physical_gpu import SEVERAL
-from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.ranks.nccl import Transport
 from ddp_equivalence.report.record import Record
-from ddp_equivalence.report.wrapping import plural
+from ddp_equivalence.report.text import Line, Style, plural
 
 HEADER = "cases by GPU"
 

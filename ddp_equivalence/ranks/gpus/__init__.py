@@ -6,9 +6,16 @@ judging process would take some 500 MB of the GPU's memory.
 
 from __future__ import annotations
 
-from ddp_equivalence.ranks.gpus.gpu import Gpu, GpuProcess, Gpus, Link, NvmlState
-from ddp_equivalence.ranks.gpus.nvml import gpus
-from ddp_equivalence.ranks.gpus.visible import plain_uuid, visible_gpus
+from ddp_equivalence.ranks.gpus.nvml import (
+    Gpu,
+    GpuProcess,
+    Gpus,
+    Link,
+    NvmlState,
+    gpus,
+    plain_uuid,
+    visible_gpus,
+)
 
 __all__ = [
     "Gpu",

@@ -1,21 +1,216 @@
-"""Asks NVML, through nvidia-ml-py, for the GPUs of this machine.
-
-The numbers of NVML's enums are those of NVIDIA's header nvml.h. They are written out here because
-not every version of nvidia-ml-py has them all: version 13.615 holds a tuple where
-NVML_P2P_CAPS_INDEX_READ should be 0.
-"""
+"""The GPUs of this machine, as the driver's management library (NVML) describes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
 from itertools import combinations
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ddp_equivalence.ranks.gpus.gpu import Gpu, GpuProcess, Gpus, Link, NvmlState
+# Which GPUs CUDA_VISIBLE_DEVICES leaves to a process, by the rules of NVIDIA's CUDA manual.
+
+
+def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that a process with CUDA_VISIBLE_DEVICES=visible may use, in CUDA's order.
+
+    ``visible``: None if the variable is not set. It holds indices, UUIDs or the beginnings of
+    UUIDs, of GPUs or of instances of divided GPUs (MIG). As for CUDA, an entry that names no GPU,
+    or more than one, ends the list, and a GPU that is named twice empties it. An index is taken as
+    NVML's; see ``Gpu.index``. For an instance the divided GPU is returned.
+    """
+    if visible is None:
+        return tuple(gpus)
+    chosen: list[Gpu] = []
+    names: list[str] = []
+    for entry in visible.split(","):
+        named = _named(gpus, entry.strip())
+        if named is None:
+            break
+        name, gpu = named
+        if name in names:
+            return ()
+        names.append(name)
+        chosen.append(gpu)
+    return tuple(chosen)
+
+
+def plain_uuid(uuid: str) -> str:
+    """A GPU's UUID without "GPU-" and in small letters: NVML writes these, and torch does not."""
+    return uuid.lower().removeprefix("gpu-")
+
+
+def _named(gpus: Sequence[Gpu], entry: str) -> tuple[str, Gpu] | None:
+    """The UUID, or else the index, of what this entry names, and the GPU that it belongs to."""
+    if entry.startswith(("GPU-", "MIG-")):
+        found = [
+            (uuid, gpu)
+            for gpu in gpus
+            for uuid in (gpu.uuid or "", *gpu.mig_uuids)
+            if uuid.startswith(entry)
+        ]
+        return found[0] if len(found) == 1 else None
+    number = re.match(r"\+?\d+", entry)  # CUDA reads "1st" as 1
+    if number is None:
+        return None
+    index = int(number.group())
+    gpu = next((gpu for gpu in gpus if gpu.index == index), None)
+    return None if gpu is None else (gpu.uuid or str(index), gpu)
+
+
+# What NVML says of the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
+
+EXCLUSIVE = "exclusive_process"
+"""The compute mode in which only one process at a time can use a GPU."""
+
+
+@lru_cache(maxsize=4)
+def gpus_by_name(devices: tuple[str, ...]) -> dict[str, Gpu]:
+    """Device -> its GPU, as it was when this was first asked, where NVML knows it."""
+    if not devices:
+        return {}
+    found = visible_gpus(gpus().gpus, ",".join(devices))
+    return dict(zip(devices, found, strict=False))
+
+
+def any_exclusive(devices: tuple[str, ...]) -> bool:
+    """True if only one process at a time can use one of these GPUs. False if NVML does not say."""
+    return any(gpu.compute_mode == EXCLUSIVE for gpu in gpus_by_name(devices).values())
+
+
+# Whether ranks of NCCL can share the GPUs of this machine.
+#
+# NCCL refuses two ranks on one GPU only if both say that they are on the same host, so every rank
+# says that it is on another one (``nccl_defaults`` in ranks/environment.py).
+
+BYTES_PER_PROCESS = 600 * 2**20
+"""About so much of a GPU's memory an idle rank holds: some 500 MB are its CUDA context with the
+kernels of torch and its libraries, the rest are buffers of NCCL."""
+
+EXCLUSIVE_NOTE = "EXCLUSIVE_PROCESS: one process each"
+
+
+def why_not_shared(world_size: int, devices: tuple[str, ...]) -> str | None:
+    """Why so many ranks of NCCL cannot share these GPUs, as a note; None if they can.
+
+    What counts is the memory that a GPU has, and not what is free now: all processes of a run must
+    come to the same answer. RCCL reads NCCL_HOSTID as NCCL does (``getHostHash`` in its utils.cc),
+    so ranks may share AMD's GPUs as well, but nobody has tried that.
+    """
+    if any_exclusive(devices):
+        return EXCLUSIVE_NOTE
+    found = gpus_by_name(devices).values()
+    if any(gpu.mig for gpu in found) or any(name.startswith("MIG-") for name in devices):
+        return "MIG: nobody has tried ranks of NCCL that share an instance"
+    if "NCCL_HOSTID" in os.environ:
+        return "NCCL_HOSTID is set, so NCCL takes all ranks for ranks of one host"
+    processes = -(-world_size // len(devices))
+    memory = min((gpu.memory_total for gpu in found if gpu.memory_total), default=None)
+    if memory is not None and processes * BYTES_PER_PROCESS > memory:
+        needed, has = processes * BYTES_PER_PROCESS / 2**30, memory / 2**30
+        return f"{processes} ranks on one GPU take about {needed:.1f} GiB, and it has {has:.1f}"
+    return None
+
+
+# What NVML says of the GPUs of this machine. A field is None where NVML did not say.
+
+
+class NvmlState(StrEnum):
+    """Whether NVML answered, and why not. ``Gpus.problem`` says the same as a sentence."""
+
+    ANSWERED = "answered"
+    NO_PACKAGE = "nvidia-ml-py is not installed"
+    NO_LIBRARY = "no NVML library"
+    NO_DRIVER = "driver not loaded"
+    VERSION_MISMATCH = "driver and library have different versions"
+    NO_PERMISSION = "no permission"
+    ROCM = "torch is built for ROCm"
+    FAILED = "NVML failed"
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that has a CUDA context on a GPU. In a container NVML may hide it."""
+
+    pid: int
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One physical GPU. All amounts of memory are bytes.
+
+    ``index``: its number in NVML, which counts in the order of PCI bus ids. CUDA counts in that
+    order only if CUDA_DEVICE_ORDER=PCI_BUS_ID or if all GPUs are equally fast; ``uuid`` is the same
+    in both. ``compute_mode``: "default", "exclusive_process" or "prohibited". ``mig``: whether the
+    GPU is divided into instances (MIG); ``mig_uuids`` names these. ``processes``: None where NVML
+    does not list them. ``problem``: why NVML knows nothing of this GPU, "" if it does.
+    """
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_total: int | None = None
+    memory_free: int | None = None
+    compute_mode: str | None = None
+    mig: bool | None = None
+    mig_uuids: tuple[str, ...] = ()
+    processes: tuple[GpuProcess, ...] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How two GPUs, given by their index in NVML, can reach each other's memory.
+
+    ``p2p``: "ok", or why one cannot read the other's memory directly. ``nvlink``: whether NVLink
+    connects them. ``path``: their way over PCI Express, named as by ``nvidia-smi topo -m``: PIX,
+    PXB, PHB, NODE or SYS, from near to far; "SAME" for two GPUs on one board.
+    """
+
+    first: int
+    second: int
+    p2p: str | None
+    nvlink: bool | None
+    path: str | None
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """All GPUs that this machine or container has, whatever CUDA_VISIBLE_DEVICES says.
+
+    ``driver``: its version, such as "580.65.06". ``cuda_of_driver``: the newest CUDA version that
+    the driver can run, such as "13.0". ``links``: one for each pair of GPUs. ``problem``: "", or
+    why NVML knows nothing.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    cuda_of_driver: str | None = None
+    links: tuple[Link, ...] = ()
+    nvml: NvmlState = NvmlState.ANSWERED
+    problem: str = ""
+
+    def link(self, first: int, second: int) -> Link | None:
+        """The link between two GPUs, given by their index in NVML."""
+        wanted = {first, second}
+        return next((link for link in self.links if {link.first, link.second} == wanted), None)
+
+
+# Asks NVML, through nvidia-ml-py, for the GPUs of this machine.
+#
+# The numbers of NVML's enums are those of NVIDIA's header nvml.h. They are written out here
+# because not every version of nvidia-ml-py has them all: version 13.615 holds a tuple where
+# NVML_P2P_CAPS_INDEX_READ should be 0.
 
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive_process"}
 P2P_READ, P2P_NVLINK, P2P_OK = 0, 2, 0

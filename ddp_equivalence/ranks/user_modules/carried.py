@@ -1,23 +1,52 @@
-"""Finds what the caller has changed in the user's modules since they were imported."""
+"""Brings the ranks' imports of the user's modules into the state in which the caller has them."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from importlib.machinery import SourceFileLoader
+from importlib import import_module
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from multiprocessing.connection import Connection
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch.multiprocessing as multiprocessing
+
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.ranks.importable import imported_user_modules
+from ddp_equivalence.ranks import process_state, process_tree
+from ddp_equivalence.ranks.importable import (
+    belongs_to_user,
+    imported_user_modules,
+    is_in_installation_folder,
+    is_user_module,
+    spec_of,
+)
 from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
-from ddp_equivalence.ranks.user_modules import paths
-from ddp_equivalence.ranks.user_modules.description import Description, describe
-from ddp_equivalence.ranks.user_modules.differences import (
+from ddp_equivalence.ranks.server import (
+    empty_main_module,
+    release_server,
+    start_method,
+    start_server,
+)
+from ddp_equivalence.ranks.user_modules import description, difference
+from ddp_equivalence.ranks.user_modules.description import (
+    CLASS,
+    FUNCTION,
+    KEPT,
+    MANY,
+    NAMED,
+    Description,
+    Node,
+    Path,
+    describe,
+)
+from ddp_equivalence.ranks.user_modules.difference import (
     CONTENTS,
     DELETE,
     SET_IT,
@@ -25,16 +54,136 @@ from ddp_equivalence.ranks.user_modules.differences import (
     Edit,
     differences,
 )
-from ddp_equivalence.ranks.user_modules.fresh_import import FreshImport, Request, import_freshly
-from ddp_equivalence.ranks.user_modules.nodes import (
-    CLASS,
-    FUNCTION,
-    KEPT,
-    MANY,
-    NAMED,
-    Node,
-)
-from ddp_equivalence.ranks.user_modules.paths import Path
+from ddp_equivalence.ranks.workers import children_allowed
+
+# Imports modules of the user in a new process, and describes what the imports alone give.
+#
+# The process has the environment of the caller, not that of a rank. What a rank's own import
+# gives another value, such as its world size, is therefore no change that the caller has made.
+
+LONGEST = 60.0
+"""Seconds that the process has for all imports, as long as a case has by default."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``names``: what to import, in this order. ``described``: those to describe if imported."""
+
+    names: Sequence[str]
+    described: frozenset[str]
+    import_path: Sequence[str]
+    working_folder: str
+    environment: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class FreshImport:
+    """``description``: of the modules, those first that others import. ``failed``: name -> error.
+
+    ``variables``: those environment variables that were read during the imports, and their values.
+    ``alone``: what each module held when its own import was complete.
+    """
+
+    description: Description
+    failed: Mapping[str, str]
+    variables: Mapping[str, str | None]
+    alone: Mapping[str, Node]
+
+    def one_fills_another(self) -> bool:
+        """True if a later import changed a module, as it does a registry of functions."""
+        return any(self.alone.get(name) != node for name, node in self.description.nodes.items())
+
+
+def import_freshly(request: Request) -> FreshImport | None:
+    """Import the modules in a new process. None if it ends early: the ranks will then say why.
+
+    Raises BadCase if this takes too long.
+    """
+    method = start_method()
+    context: Any = multiprocessing.get_context(method)
+    with ExitStack() as opened:
+        try:
+            if method == "forkserver":
+                start_server()
+            receiver, sender = context.Pipe(duplex=False)
+            opened.callback(receiver.close)
+            with sender, empty_main_module(), children_allowed():
+                process = context.Process(target=_main, args=(request, sender), daemon=True)
+                process.start()
+        except (OSError, EOFError):
+            return None
+        opened.callback(_end, process)
+        with suppress(EOFError, OSError):
+            if receiver.poll(LONGEST):
+                result: FreshImport = receiver.recv()
+                return result
+            names = ", ".join(request.names)
+            right = f"modules that can be imported within {LONGEST:g} s: {names} cannot, so that "
+            raise BadCase(
+                "step", names, right + "nobody knows what this process has changed in them"
+            )
+    return None
+
+
+def _end(process: Any) -> None:
+    process_tree.kill(process_tree.descendants(process.pid))
+    process.kill()
+    process.join()
+    process.close()
+
+
+def _main(request: Request, sender: Connection) -> None:
+    release_server()
+    process_tree.die_with_parent()
+    faulthandler.disable()
+    with open(os.devnull, "r+b") as nowhere:
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+    process_state.set_environment(request.environment)
+    sys.path[:] = request.import_path
+    with suppress(OSError):
+        os.chdir(request.working_folder)
+    watch, alone = ImportWatch(), Description()
+
+    def describe_alone(module: ModuleType) -> None:
+        if module.__name__ in request.described and is_user_module(module):
+            alone.add(module)
+
+    watch.after_each = describe_alone
+    watch.start()
+    read: dict[str, str | None] = {}
+    failed: dict[str, str] = {}
+    _record_reads(read)
+    for name in request.names:
+        try:
+            import_module(name)
+        except BaseException as error:  # SystemExit too
+            failed[name] = f"{type(error).__name__}: {error}"
+    variables = dict(read)
+    modules = [sys.modules[name] for name in watch.imported if name in request.described]
+    description = describe([module for module in modules if is_user_module(module)])
+    sender.send(FreshImport(description, failed, variables, alone.nodes))
+    sender.close()
+    os._exit(0)
+
+
+def _record_reads(read: dict[str, str | None]) -> None:
+    """From now on, note which environment variables are read, and their values."""
+
+    class Environment(type(os.environ)):  # type: ignore[misc]
+        def __getitem__(self, name: str) -> str:
+            try:
+                value: str = super().__getitem__(name)
+            except KeyError:
+                read[name] = None
+                raise
+            read[name] = value
+            return value
+
+    os.environ.__class__ = Environment
+
+
+# Finds what the caller has changed in the user's modules since they were imported.
 
 MAX_KNOWN = 64
 """The results of at most this many fresh imports are kept."""
@@ -146,11 +295,11 @@ def _changes(found: Iterable[Difference], now: Description) -> Changes:
     replaced: set[Path] = set()
     for one in found:
         module = sys.modules[one.path[0]]
-        value = paths.read_or_missing(module, one.path[1:]) if one.action != DELETE else None
+        value = description.read_or_missing(module, one.path[1:]) if one.action != DELETE else None
         if not _can_travel(one, value, now):
             continue
         if one.action == CONTENTS:
-            value = paths.contents(value)
+            value = description.contents(value)
         plain = one.wanted is not None and one.wanted[0] == MANY
         if plain:  # pickled with all else, each of its constants would take a microsecond
             value = pickle.dumps(value, protocol=5)
@@ -164,7 +313,7 @@ def _changes(found: Iterable[Difference], now: Description) -> Changes:
         places = {
             place: path
             for place, path in places.items()
-            if not replaced.intersection(paths.prefixes(path)) or path in contents
+            if not replaced.intersection(description.prefixes(path)) or path in contents
         }
     sent = frozenset(now.places.keys() - places.keys())
     return Changes(frozenset(now.nodes), edits=edits, places=places, sent=sent)
@@ -184,7 +333,7 @@ def _can_travel(one: Difference, value: Any, now: Description) -> bool:
             f"the code in {module.__file__}, which the ranks import; the file is no longer what "
             "this process has imported: reload the module, or start again"
         )
-        raise BadCase("step", paths.text(one.path), right)
+        raise BadCase("step", description.text(one.path), right)
     if one.wanted is not None and one.wanted[0] == KEPT:
         if _is_private_to_a_library(one.path, module):
             return False
@@ -192,7 +341,7 @@ def _can_travel(one: Difference, value: Any, now: Description) -> bool:
             f"a value that can be pickled, since the module is not like this in a new import; "
             f"the ranks import {module.__name__}, and cannot be sent this {type(value).__name__}"
         )
-        raise BadCase("step", paths.text(one.path), right)
+        raise BadCase("step", description.text(one.path), right)
     return True
 
 
@@ -214,9 +363,9 @@ def _is_stale(one: Difference, value: Any, module: ModuleType) -> bool:
 def _is_private_to_a_library(path: Path, module: ModuleType) -> bool:
     """True for a private attribute of an object whose class belongs to an installed package."""
     kind, name = path[-1]
-    if kind not in (paths.FIELD, paths.SLOT) or not str(name).startswith("_"):
+    if kind not in (description.FIELD, description.SLOT) or not str(name).startswith("_"):
         return False
-    owner = paths.read_or_missing(module, path[1:-1])
+    owner = description.read_or_missing(module, path[1:-1])
     return type(owner).__module__.partition(".")[0] not in {
         one.partition(".")[0] for one in imported_user_modules()
     }
@@ -298,3 +447,180 @@ def _all_words(code: CodeType) -> Iterator[str]:
             yield constant
         elif isinstance(constant, CodeType):
             yield from _all_words(constant)
+
+
+# Notices each import of a module of the user, and calls a function after the outermost one.
+
+
+def spec_of_finders_after(
+    finder: object, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    """What the finders that stand behind this one in ``sys.meta_path`` find. Those before it may be
+    asking it, so to ask them would never end.
+    """
+    place = next((at for at, one in enumerate(sys.meta_path) if one is finder), -1)
+    return spec_of(sys.meta_path[place + 1 :], name, path, target)
+
+
+class ImportWatch:
+    """A finder for ``sys.meta_path`` that finds nothing itself.
+
+    ``imported``: the names of the user's modules, those first whose import was complete first, so
+    that a module stands behind those that it imports. ``after_each`` is called with each module as
+    soon as its import is complete, ``after_import`` after each import that no other one contains.
+    """
+
+    def __init__(self) -> None:
+        self.imported: list[str] = []
+        self.after_each: Callable[[ModuleType], object] = lambda module: None
+        self.after_import: Callable[[], object] | None = None
+        self._depth = 0
+        self._in_library = False
+
+    def start(self) -> None:
+        """Watch all imports from now on."""
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Let the other finders find the module, and watch its import if it is the user's."""
+        spec = spec_of_finders_after(self, name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            if belongs_to_user(spec.origin or ""):
+                self._watch(spec.loader)
+            elif is_in_installation_folder(spec.origin or ""):
+                self._watch_library(spec.loader)
+        return spec
+
+    def _watch_library(self, loader: Any) -> None:
+        """What an import of an installed package changes in the process is no step's change."""
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            if self._in_library:
+                load(module)
+                return
+            self._in_library = True
+            try:
+                with process_state.changed_by_import():
+                    load(module)
+            finally:
+                self._in_library = False
+
+        loader.exec_module = exec_module
+
+    def _watch(self, loader: Any) -> None:
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the module keeps its loader
+            self._depth += 1
+            try:
+                load(module)
+                if module.__name__ in self.imported:
+                    self.imported.remove(module.__name__)
+                self.imported.append(module.__name__)
+                self.after_each(module)
+            finally:
+                self._depth -= 1
+            if self._depth == 0 and self.after_import is not None:
+                self.after_import()
+
+        loader.exec_module = exec_module
+
+
+# Gives a rank the user's modules as the caller has them, for the time of one piece of work.
+
+watch = ImportWatch()
+"""It watches the imports of this process, if the process is a rank."""
+
+
+class ModulesOfWork:
+    """The state of the user's modules on this rank during one piece of work.
+
+    ``compared``: the modules that the caller has compared with a fresh import. ``failed``: module
+    -> why it could not be compared. ``not_compared``: others that the work has imported. ``known``:
+    what the modules held after the last work, so that they need not be described again.
+    """
+
+    known = Description()
+
+    def __init__(self, compared: frozenset[str], failed: Mapping[str, str]) -> None:
+        self.not_compared: tuple[str, ...] = ()
+        self._compared = compared
+        self._failed = failed
+        self._working = self._imports_while_working = False
+        self._edits: Mapping[str, list[Edit]] = {}
+        self._undo: dict[str, Callable[[], None]] = {}
+        self._before = Description()
+
+    def begin(self, edits: Mapping[str, list[Edit]]) -> None:
+        """Edit the modules that are imported now, and each other one as soon as it is imported."""
+        self._edits = edits
+        if not edits and ModulesOfWork.known.nodes.keys() >= set(self._imported()):
+            self._before = ModulesOfWork.known  # else an import may have changed earlier ones
+        ModulesOfWork.known = Description()
+        self._after_import()
+        self._working = True
+        watch.after_import = self._after_import
+
+    def end(self) -> bool:
+        """Take back all edits, and all that the work has changed in the modules.
+
+        Returns False if that cannot be done.
+        """
+        watch.after_import = None
+        restored = self._restore()
+        for undo in reversed(self._undo.values()):
+            try:
+                undo()
+            except Exception:  # the work may have left anything in place of what was edited
+                restored = False
+        if not self._undo:
+            ModulesOfWork.known = self._before
+        return restored
+
+    def _after_import(self) -> None:
+        new = [name for name in self._imported() if name not in self._before.nodes]
+        for name in self._failed.keys() & set(new):
+            raise RuntimeError(
+                f"{name} can be imported on a rank, but not in a process that is no rank "
+                f"({self._failed[name]}), so it is not known what your process has changed in it"
+            )
+        if self._working:
+            self._imports_while_working |= bool(new)
+            self.not_compared += tuple(name for name in new if name not in self._compared)
+        for name in new:
+            if name in self._edits:
+                module = sys.modules[name]
+                self._undo[name] = difference.apply(module, self._edits[name])
+        for name in new:
+            self._before.add(sys.modules[name])
+
+    def _imported(self) -> list[str]:
+        names = watch.imported  # a module may have put another object in its own place
+        return [name for name in names if isinstance(sys.modules.get(name), ModuleType)]
+
+    def _restore(self) -> bool:
+        if not self._before.nodes:
+            return True
+        modules = [sys.modules.get(name) for name in self._before.nodes]
+        after = describe([module for module in modules if module is not None])
+        if after.nodes == self._before.nodes:
+            return True
+        if self._imports_while_working:
+            return False  # perhaps an import has filled a registry, which must stay as it is
+        try:
+            changed = difference.differences(wanted=self._before, present=after)
+            by_module: dict[str, list[Edit]] = {}
+            for one in changed:
+                edit = difference.from_description(one)
+                by_module.setdefault(one.path[0], []).append(edit)
+            for name, edits in by_module.items():
+                difference.apply(sys.modules[name], edits)
+        except Exception:
+            return False
+        again = describe([sys.modules[name] for name in self._before.nodes])
+        return again.nodes == self._before.nodes

@@ -8,21 +8,16 @@ from typing import Unpack
 
 import torch
 
-from ddp_equivalence.case.build import build_model
+from ddp_equivalence.case.build import build_model, no_group_of_one
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.one_process import no_group_of_one
-from ddp_equivalence.measurement.check_options import CheckOptions
-from ddp_equivalence.measurement.request import Request, read_request
-from ddp_equivalence.measurement.step_signature import is_prepared
-from ddp_equivalence.measurement.work import Step
+from ddp_equivalence.measurement.request import CheckOptions, Request, read_request
+from ddp_equivalence.measurement.work import Step, is_prepared
 from ddp_equivalence.reference import big_batch
-from ddp_equivalence.report.output_paths import FOLDER, why_no_folder
-from ddp_equivalence.report.script.calls_about_groups import call_about_groups
-from ddp_equivalence.report.script.docstring import command_of, docstring
-from ddp_equivalence.report.script.render import render
-from ddp_equivalence.report.script.slicing.no_source import NoSource
+from ddp_equivalence.report.script.render import call_about_groups, command_of, docstring, render
+from ddp_equivalence.report.script.slicing.contents import NoSource
 from ddp_equivalence.report.script.template_filler import fill_template
+from ddp_equivalence.report.text import FOLDER, why_no_folder
 
 __all__ = ["command_of", "export", "export_request", "file_name"]
 

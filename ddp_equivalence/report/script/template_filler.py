@@ -13,20 +13,21 @@ from torch.utils import _pytree as pytree
 from ddp_equivalence.case import losses
 from ddp_equivalence.case.batch import BatchDims, concatenate, count_examples, move, take
 from ddp_equivalence.case.batch_tree import map_tensors, tensors_of
-from ddp_equivalence.case.build import build_whole_batch, catalogue_loss_of
+from ddp_equivalence.case.build import SubsetBuilder, build_whole_batch, catalogue_loss_of
 from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.example_subset import SubsetBuilder
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.process_state import keep_group
-from ddp_equivalence.report.script.case_constants import case_constants
-from ddp_equivalence.report.script.slicing.contents import Contents
-from ddp_equivalence.report.script.slicing.no_source import NoSource
-from ddp_equivalence.report.script.slicing.sliceable import TEMPLATE
+from ddp_equivalence.report.script.render import case_constants
+from ddp_equivalence.report.script.slicing.contents import (
+    TEMPLATE,
+    Contents,
+    NoSource,
+    source_module,
+)
 from ddp_equivalence.report.script.slicing.slicer import Replacement, Slicer
-from ddp_equivalence.report.script.slicing.source_module import source_module
 from ddp_equivalence.strategies.strategy import Task
 
 CASE_ATTRIBUTES = ("task.case", "task.shards", "task.notes")

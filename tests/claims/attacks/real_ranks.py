@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
 from ddp_equivalence import Rank
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.claims.attacks.attack import Draw, attack, near
 from tests.claims.attacks.gradients import (
     data,

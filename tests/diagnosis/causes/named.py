@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.report.verdict import Verdict
 
 ON_FOUR_RANKS = "2x2"

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from ddp_equivalence import Rank
-from ddp_equivalence.diagnosis import kept_elements
+from ddp_equivalence.diagnosis import shares
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from tests.diagnosis.causes.named import (
     accepted,
@@ -210,8 +210,8 @@ def test_clipping_is_named_also_where_only_some_elements_are_kept(
     step: Any, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the norm is the one that torch has found on the ranks."""
-    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 0)
-    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 120)
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 120)
     verdict = different(case_of(), step)
     assert verdict.view is not None
     assert not verdict.view.parameters.sample.is_whole
@@ -224,8 +224,8 @@ def test_a_cause_that_was_not_seen_to_happen_makes_none_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Such as in the further steps of a script, whose ranks are watched in one step only."""
-    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 0)
-    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 120)
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 120)
     view = different(case_of(), before_reducing).view
     assert view is not None
     nothing_seen = replace(view, observed=replace(view.observed, by_rank={}))

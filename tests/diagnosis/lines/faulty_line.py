@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.report.verdict import Verdict
 
 Step = Callable[[nn.Module, Any, Any], None]

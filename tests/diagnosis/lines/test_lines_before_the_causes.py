@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
-from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
+from ddp_equivalence.diagnosis.diagnose import finding_of_wrong_collectives
 from tests.package.pointed_at import Rows, faulty_lines, judged, mean_loss, shown, sum_loss
 
 pytestmark = pytest.mark.self_check

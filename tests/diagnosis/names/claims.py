@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.indications import common_loss_factor
-from ddp_equivalence.diagnosis.step_calls import REDUCING, reduces_gradients
+from ddp_equivalence.diagnosis.hypothesis import common_loss_factor
+from ddp_equivalence.diagnosis.setting import REDUCING, reduces_gradients
 from ddp_equivalence.measurement.calls import Call, CollectiveCall, Contents, Kind
 from ddp_equivalence.measurement.observation import Observation, Wrapper
 from ddp_equivalence.report.verdict import Verdict

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.diagnosis import analysis, kept_elements
-from ddp_equivalence.measurement.random_draws import DrawReplay
+from ddp_equivalence.diagnosis import analysis, shares
+from ddp_equivalence.measurement.draws import DrawReplay
 from tests.diagnosis.names.drawing_models import (
     DRAWING,
     Device,
@@ -206,8 +206,8 @@ def test_a_gradient_of_zero_is_no_difference_beside_the_numbers_of_the_ranks() -
 def test_a_large_model_of_which_some_elements_are_kept_is_compared_without_dropout(
     model: Any, outcome: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 20)
-    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 60)
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 20)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 60)
     verdict = check(case("1x2", model=model), right(squares, on_the_cpu))
     assert verdict.outcome == outcome, verdict
     assert says in told(verdict)

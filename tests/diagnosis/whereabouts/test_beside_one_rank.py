@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
+from ddp_equivalence.diagnosis.whereabouts import parting
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import RIGHT_ALONE
 from tests.diagnosis.whereabouts import one_rank_steps as steps
 from tests.diagnosis.whereabouts.faulty import CASE, distance, unnamed
@@ -61,7 +61,7 @@ def test_only_a_difference_without_a_cause_runs_on_one_rank(
     step: Any, outcome: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
-    monkeypatch.setattr(beside_one_rank, "operations_beside_one_rank", lambda *_: runs.append(1))
+    monkeypatch.setattr(parting, "operations_beside_one_rank", lambda *_: runs.append(1))
     assert check(CASE, step).outcome == outcome
     assert len(runs) == times
 
@@ -70,7 +70,7 @@ def test_a_difference_with_a_cause_does_not_run_on_one_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = []
-    monkeypatch.setattr(beside_one_rank, "operations_beside_one_rank", lambda *_: runs.append(1))
+    monkeypatch.setattr(parting, "operations_beside_one_rank", lambda *_: runs.append(1))
     verdict = check(CASE, "manual_all_reduce_sum")
     assert verdict.outcome == "different"
     assert not runs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence import Case
-from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import MARKED, WRONG_ALONE
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import UNLIKE_LOSS, UNLIKE_LOSS_ALONE
 from tests.diagnosis.whereabouts import loss_steps as steps
 from tests.diagnosis.whereabouts.faulty import unnamed
 
@@ -34,7 +34,7 @@ def test_the_line_that_leaves_the_loss_of_the_case_is_marked(case: Case, step: A
     where = unnamed(case, step)
     text = Path(steps.__file__).read_text("utf-8").splitlines()
     marked = [n for n, line in enumerate(text, 1) if line.endswith(f"# {step.__name__}")]
-    assert where.beside_one_rank == ("" if case.layout == "1x1" else WRONG_ALONE)
-    assert where.marks == MARKED
+    assert where.beside_one_rank == ("" if case.layout == "1x1" else UNLIKE_LOSS_ALONE)
+    assert where.marks == UNLIKE_LOSS
     assert any(one.is_fault for one in where.lines)
     assert marked[0] in [one.line.number for one in where.lines[:2]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED, Deal, related
-from ddp_equivalence.measurement.operations import Value
+from ddp_equivalence.measurement.calls import Value
 
 EQUAL = Deal(((0, 1, 2), (3, 4, 5)), 6)
 TURNS = Deal(((0, 2, 4), (1, 3, 5)), 6)

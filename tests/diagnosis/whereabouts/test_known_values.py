@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.whereabouts.known_values import KnownValues
-from ddp_equivalence.measurement.operations import Value
+from ddp_equivalence.diagnosis.whereabouts.kinship import KnownValues
+from ddp_equivalence.measurement.calls import Value
 
 Change = Callable[[Tensor], Tensor]
 

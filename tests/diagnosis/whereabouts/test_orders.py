@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.setting import PointedLine
 from tests.diagnosis.whereabouts import one_rank_steps
 from tests.diagnosis.whereabouts import order_steps as steps
 from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, marked_line, where

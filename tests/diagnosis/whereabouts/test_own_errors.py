@@ -8,7 +8,7 @@ import pytest
 
 from ddp_equivalence import check
 from ddp_equivalence.diagnosis import localisation
-from ddp_equivalence.diagnosis.whereabouts import beside_one_rank, own_errors
+from ddp_equivalence.diagnosis.whereabouts import find_whereabouts, parting
 from tests.diagnosis.whereabouts.faulty import CASE
 from tests.diagnosis.whereabouts.reduction_steps import maximum_instead_of_sum
 
@@ -18,9 +18,9 @@ def fail(*_: Any) -> NoReturn:
 
 
 def test_the_report_says_that_the_search_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_errors, "are_raised", False)
+    monkeypatch.setattr(find_whereabouts, "are_raised", False)
     monkeypatch.setattr(localisation, "find_whereabouts", fail)
-    monkeypatch.setattr(beside_one_rank, "operations_beside_one_rank", fail)
+    monkeypatch.setattr(parting, "operations_beside_one_rank", fail)
     verdict = check(CASE, maximum_instead_of_sum)
     assert verdict.outcome == "different"
     text = " ".join(verdict.full_report().split())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence import Case, Rank
-from ddp_equivalence.report.short.definition import source_of
+from ddp_equivalence.report.short.screen import source_of
 from tests.diagnosis.whereabouts.faulty import average, unnamed
 
 

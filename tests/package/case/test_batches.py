@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Case, Rank, check
-from ddp_equivalence.case.batch_check import check_that_it_is_clear
-from ddp_equivalence.case.example_subset import with_examples
+from ddp_equivalence.case.batch import check_that_it_is_clear
+from ddp_equivalence.case.build import with_examples
 from ddp_equivalence.comparison.gradients import sgd_step
 from ddp_equivalence.faults.plant import planted
 from tests.package.case.batches import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ddp_equivalence.case.optimizer_steps import StepCount
+from ddp_equivalence.case.training import StepCount
 
 
 class OutOfMemory(RuntimeError): ...

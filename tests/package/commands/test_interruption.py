@@ -17,13 +17,8 @@ import psutil
 import pytest
 
 from ddp_equivalence.commands.exit_codes import INTERRUPTED
-from ddp_equivalence.commands.interruption import (
-    SIGNALS,
-    Terminated,
-    exit_code_of,
-    sigterm_interrupts,
-)
-from ddp_equivalence.gate.recorded import read_record
+from ddp_equivalence.commands.output import SIGNALS, Terminated, exit_code_of, sigterm_interrupts
+from ddp_equivalence.gate.record import read_record
 
 WAITS = """
 import os, time

@@ -13,10 +13,12 @@ from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.matrix.environment import (
     Environment,
+    Wanted,
+    between,
     size_of_packages,
     this_package,
+    wanted,
 )
-from ddp_equivalence.commands.matrix.versions import Wanted, between, wanted
 
 RELEASES = {"1.0": True, "1.1": True, "1.2": False, "1.10": False}
 """The versions of a small package, and whether it is right."""

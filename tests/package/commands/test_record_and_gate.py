@@ -12,8 +12,7 @@ import pytest
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED, SAME, YELLOW
 from ddp_equivalence.commands.main import main
-from ddp_equivalence.gate.record_lines import NAME, read_lines
-from ddp_equivalence.gate.recorded import Recorded, read_record
+from ddp_equivalence.gate.record import NAME, Recorded, read_lines, read_record
 from tests.package.gate.records import schema, validate, write
 from tests.package.one_server import with_server_of_these_tests
 

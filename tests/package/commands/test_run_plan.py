@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.commands.main import main
-from ddp_equivalence.pytest_plugin.suite_run.page import SAID_OF_ALL
+from ddp_equivalence.pytest_plugin.suite_run.plugin import SAID_OF_ALL
 from tests.package.commands.test_command_line import A_FEW, ROOT
 
 SERVER = """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.commands.kept_output import MOST_KEPT, kept_output
 from ddp_equivalence.commands.main import main
+from ddp_equivalence.commands.output import MOST_KEPT, kept_output
 
 FILE = """
 import torch

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence import SuiteBug
-from ddp_equivalence.comparison.compare import compare
-from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.comparison.comparison import Comparison, compare
 from ddp_equivalence.comparison.tolerance import EPS_MULTIPLES, Noise, Tolerance
 
 WEIGHT = torch.randn(50, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_equivalence.comparison.digest import bytes_of
+from ddp_equivalence.comparison.gradients import bytes_of
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.comparison.digest import BLOCK, CONDENSED_FROM, digest
+from ddp_equivalence.comparison.gradients import BLOCK, CONDENSED_FROM, digest
 
 SMALL, LARGE = CONDENSED_FROM // 8 - 1, CONDENSED_FROM // 2 + BLOCK // 2 + 3
 """Elements: hashed as they are, and condensed first but for a tail."""

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.comparison.compare import compare
-from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.structure import Form, OtherForm
+from ddp_equivalence.comparison.comparison import Comparison, Form, OtherForm, compare
 from ddp_equivalence.comparison.tolerance import Tolerance
 from tests.package.own_cases import loss, own_case
 

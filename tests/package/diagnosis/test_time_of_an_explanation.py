@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.diagnosis import example_gradients, time_left
-from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
+from ddp_equivalence.diagnosis.example_gradients import loss_and_gradient_of
 from tests.package.own_cases import loss, own_case
 
 LAYERS = 6

@@ -12,10 +12,15 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from ddp_equivalence import gate
-from ddp_equivalence.gate.judge import Judgement, judge
-from ddp_equivalence.gate.policy import Policy
-from ddp_equivalence.gate.record_lines import NAME, SCHEMA, RecordWriter, read_lines
-from ddp_equivalence.gate.recorded import Recorded, read_record
+from ddp_equivalence.gate.judge import Judgement, Policy, judge
+from ddp_equivalence.gate.record import (
+    NAME,
+    SCHEMA,
+    Recorded,
+    RecordWriter,
+    read_lines,
+    read_record,
+)
 
 TODAY = datetime.date(2026, 11, 26)
 """The day on which these tests judge."""

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.gate.finding import KINDS, LEVELS
-from ddp_equivalence.gate.judge import judge
-from ddp_equivalence.gate.policy import Policy
-from ddp_equivalence.gate.recorded import Recorded, RecordedTest
-from ddp_equivalence.gate.text import report
+from ddp_equivalence.gate.judge import Policy, judge
+from ddp_equivalence.gate.outputs import report
+from ddp_equivalence.gate.record import Recorded, RecordedTest
 from tests.package.gate.records import DEFAULTS, TESTS, TODAY, found, judged, read, write
 
 SUITE, OTHER, MINE = TESTS

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ddp_equivalence.gate.judge import Policy
 from ddp_equivalence.gate.page import write_page
-from ddp_equivalence.gate.policy import Policy
 from tests.package.gate.records import TESTS, TODAY, read, write
 
 MINE = TESTS[2]

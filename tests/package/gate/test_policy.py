@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.gate.policy import Policy, read_policy
+from ddp_equivalence.gate.judge import Policy, read_policy
 from tests.package.gate.records import DEFAULTS, TESTS, found, judged, write
 
 MINE = TESTS[2]

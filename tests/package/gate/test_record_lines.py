@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.gate import record_lines
-from ddp_equivalence.gate.record_lines import NAME, RecordWriter, read_lines
+from ddp_equivalence.gate import record
+from ddp_equivalence.gate.record import NAME, RecordWriter, read_lines
 from tests.package.gate.records import TESTS, read, write
 
 
@@ -61,7 +61,7 @@ def test_a_line_that_was_taken_out_or_moved_is_noticed(place: int, tmp_path: Pat
 
 
 def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "record", schema=record_lines.SCHEMA + 1)
+    folder = write(tmp_path / "record", schema=record.SCHEMA + 1)
     with pytest.raises(BadCase, match="a later ddp_equivalence wrote version 3"):
         read(folder)
 
@@ -92,7 +92,7 @@ def test_what_is_no_record_is_refused(text: str, right: str, tmp_path: Path) -> 
 
 def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / NAME).open("wb") as file:
-        file.truncate(record_lines.LARGEST_FILE + 1)  # it takes no room on the disk
+        file.truncate(record.LARGEST_FILE + 1)  # it takes no room on the disk
     with pytest.raises(BadCase, match="at most 256 MiB"):
         read(tmp_path)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jsonschema import ValidationError
 
-from ddp_equivalence.gate.defaults import defaults
-from ddp_equivalence.gate.record_lines import HASH, SCHEMA, read_lines
+from ddp_equivalence.gate.record import HASH, SCHEMA, read_lines
+from ddp_equivalence.gate.surroundings import defaults
 from ddp_equivalence.pytest_plugin.recorded_lines import OF_CHECKS
 from tests.package.gate.records import MINE, lines_of_kind, schema, validate, write
 

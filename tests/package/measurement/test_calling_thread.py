@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ddp_equivalence.measurement.calling_thread import backward_on_calling_thread
+from ddp_equivalence.measurement.observer import backward_on_calling_thread
 
 
 def may_use_other_threads() -> bool:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddp_equivalence.diagnosis.distinct_gpus import against_shared_gpus
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.measurement.cuda_evidence import Tf32, gpus_used, tf32_of
+from ddp_equivalence.diagnosis.vacuity import against_shared_gpus
+from ddp_equivalence.measurement.returned import Tf32, gpus_used, tf32_of
 from ddp_equivalence.measurement.work import Evidence
-from ddp_equivalence.ranks import process_settings
+from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
-from ddp_equivalence.report.gpus import gpu_texts, tf32_texts
+from ddp_equivalence.report.machine import gpu_texts, tf32_texts
 
 RANK = Rank(0, 1, 0, 1, 0, 1, torch.device("cuda", 1), "nccl")
 ON_CPU = replace(RANK, device=torch.device("cpu"))
@@ -99,12 +99,12 @@ def test_tf32_is_what_torch_and_the_environment_allow(
     if override is not None:
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
     names = ("backends.cuda.matmul.fp32_precision", "backends.cudnn.conv.fp32_precision")
-    before = {name: process_settings.SETTINGS[name].read() for name in names}
-    process_settings.apply(dict(zip(names, (matmul, conv), strict=True)))
+    before = {name: process_state.SETTINGS[name].read() for name in names}
+    process_state.apply(dict(zip(names, (matmul, conv), strict=True)))
     try:
         assert tf32_of(RANK) == expected
     finally:
-        process_settings.restore(before)
+        process_state.restore_settings(before)
 
 
 def test_the_report_names_gpus_and_precision_in_words() -> None:

@@ -14,8 +14,8 @@ WATCHES = {
 
 PROGRAM = """
 import sys
-from ddp_equivalence.measurement.flat_parameters import MODULE, FlatParameters
-from ddp_equivalence.ranks.user_modules.import_watch import ImportWatch
+from ddp_equivalence.measurement.whole_tensors import MODULE, FlatParameters
+from ddp_equivalence.ranks.user_modules.carried import ImportWatch
 assert MODULE not in sys.modules
 recorded, watch = FlatParameters().recorded(), ImportWatch()
 {}
@@ -35,5 +35,5 @@ def test_flat_parameters_are_recorded_beside_another_watch_of_imports(order: str
     )
     assert ran.returncode == 0, ran.stderr
     during, afterwards = ran.stdout.split()
-    assert during.endswith("flat_parameters.py")
+    assert during.endswith("whole_tensors.py")
     assert afterwards.endswith("_flat_param.py")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ddp_equivalence.measurement.cut_watch import _is_inside_a_function
+from ddp_equivalence.measurement.graph_watch import _is_inside_a_function
 
 seen: list[bool] = []
 

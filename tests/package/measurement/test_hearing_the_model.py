@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.measurement import module_calls
-from ddp_equivalence.measurement.called_with import CalledWith
+from ddp_equivalence.measurement import observation
+from ddp_equivalence.measurement.observer import CalledWith
 from tests.package.own_cases import build_model, loss, own_case
 
 Batch = dict[str, Tensor]
@@ -233,19 +233,19 @@ def test_a_model_that_nobody_hears_any_more_is_called_as_ever() -> None:
     model = build_model().double()
     recorded = CalledWith([])
     with recorded.recording(model):
-        assert nn.Module.__call__ is not module_calls._call
+        assert nn.Module.__call__ is not observation._call
         model(torch.randn(2, 5).double())
-    assert nn.Module.__call__ is module_calls._call
+    assert nn.Module.__call__ is observation._call
     assert recorded.arguments is not None
 
 
 def test_a_module_that_is_freed_is_forgotten() -> None:
     module = nn.Linear(2, 2)
     freed = weakref.ref(module)
-    module_calls.listen(module, lambda arguments: None)
+    observation.listen(module, lambda arguments: None)
     del module
     assert freed() is None
-    assert nn.Module.__call__ is module_calls._call
+    assert nn.Module.__call__ is observation._call
 
 
 def test_a_listener_that_raises_does_not_reach_the_caller() -> None:
@@ -256,7 +256,7 @@ def test_a_listener_that_raises_does_not_reach_the_caller() -> None:
         raise ValueError("a listener")
 
     model = build_model()
-    with module_calls.heard(model, fails):
+    with observation.heard(model, fails):
         assert model(torch.randn(2, 5)).shape == (2, 3)
     assert len(called) == 1
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 
-from ddp_equivalence.measurement.hook_states import attributes_of, state_of_hook
+from ddp_equivalence.measurement.calls import attributes_of_hook, state_of_hook
 
 pytestmark = pytest.mark.self_check
 
@@ -70,4 +70,4 @@ def test_a_state_of_torch_shows_its_numbers_though_they_are_in_slots() -> None:
     assert known.kind == "PostLocalSGDState"
     assert known.arguments[2] == "start_localSGD_iter"
     assert "start_localSGD_iter" in known.asked
-    assert attributes_of(state)["start_localSGD_iter"] == 7
+    assert attributes_of_hook(state)["start_localSGD_iter"] == 7

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.code_lines import line_at
-from ddp_equivalence.measurement.index_lists import IndexLists
+from ddp_equivalence.measurement.calls import CodeLine, line_at
+from ddp_equivalence.measurement.draws import IndexLists
 
 pytestmark = pytest.mark.self_check
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_equivalence.measurement.kept_inside import WouldActOutside, kept_inside
+from ddp_equivalence.measurement.edited_code import WouldActOutside, kept_inside
 
 Act = Callable[[Path], object]
 

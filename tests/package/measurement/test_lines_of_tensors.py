@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.graph_lines import GraphLines
-from ddp_equivalence.measurement.tensor_origins import TensorOrigins
-from ddp_equivalence.measurement.weight_watch import WeightWatch
+from ddp_equivalence.measurement.gradient_watch import WeightWatch
+from ddp_equivalence.measurement.graph_watch import GraphLines
+from ddp_equivalence.measurement.lines import TensorOrigins
 
 FIRST, SECOND, THIRD = (CodeLine("train.py", number) for number in (1, 2, 3))
 

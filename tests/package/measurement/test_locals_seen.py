@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence.measurement import locals_seen
-from ddp_equivalence.measurement.locals_seen import LocalsSeen, described
+from ddp_equivalence.measurement import observer
+from ddp_equivalence.measurement.observer import LocalsSeen, described
 
 
 def seen_of(function: Any, *arguments: Any) -> tuple[LocalsSeen, dict[str, str]]:
@@ -123,7 +123,7 @@ def test_of_a_module_only_its_own_attributes_are_seen() -> None:
 
 def test_objects_with_very_many_attributes_are_not_described() -> None:
     holder = Holder()
-    holder.__dict__.update({f"a{i}": i for i in range(locals_seen.MOST_ATTRIBUTES)})
+    holder.__dict__.update({f"a{i}": i for i in range(observer.MOST_ATTRIBUTES)})
     assert seen_of(holder.method)[1] == {"self": "Holder", "y": "int"}
 
 

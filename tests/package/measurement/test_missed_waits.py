@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.measurement.races import Races
+from ddp_equivalence.measurement.on_rank import Races
 from tests.package.own_cases import loss, own_case
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.measurement.operation_log import OperationLog
-from ddp_equivalence.measurement.operations import Operations
 
 
 def recorded(results: tuple[str, ...] = (), **most: int) -> tuple[Operations, nn.Linear]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.measurement.parts_of_gradients import parts_of
-from ddp_equivalence.ranks.issued_collectives import Issued
+from ddp_equivalence.measurement.gradient_changes import parts_of
+from ddp_equivalence.ranks.collectives import Issued
 
 GENERATOR = torch.Generator().manual_seed(0)
 FIRST = torch.randn(40, 6, generator=GENERATOR, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddp_equivalence.measurement.plain_tensors import tensors_in
+from ddp_equivalence.measurement.calls import tensors_in
 
 
 class WithSlot:

@@ -94,7 +94,7 @@ def test_it_takes_little_longer_than_it_took_to_get_stuck() -> None:
 @pytest.mark.parametrize("step", [right_step])
 def test_a_right_step_is_right_under_detail(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rerun must not fail by itself: torch 2.13 segfaults there without our help."""
-    from ddp_equivalence.measurement.rerun import DETAIL
+    from ddp_equivalence.measurement.measure import DETAIL
 
     for name, value in DETAIL:
         monkeypatch.setenv(name, value)

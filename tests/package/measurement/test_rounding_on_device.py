@@ -14,9 +14,8 @@ from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.rounding import Rounding, measure_more, measure_rounding
 from ddp_equivalence.measurement import measure as measuring
-from ddp_equivalence.measurement.measure import at_work
+from ddp_equivalence.measurement.measure import at_work, rounding_on_device
 from ddp_equivalence.measurement.request import Request, read_request
-from ddp_equivalence.measurement.rounding_on_device import rounding_on_device
 from ddp_equivalence.reference import big_batch
 from tests.package.own_cases import own_case, right_step
 

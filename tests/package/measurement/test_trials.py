@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_equivalence import Rank
-from ddp_equivalence.diagnosis.expectation import expected_of
+from ddp_equivalence.diagnosis.view import expected_of
 from ddp_equivalence.measurement.edited_code import EditedCode
-from ddp_equivalence.measurement.locals_seen import LocalsSeen
+from ddp_equivalence.measurement.observer import LocalsSeen
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.measurement.trials import RIGHT_AS_IT_IS, Tried, try_edits
 from ddp_equivalence.ranks import process_tree

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.measurement.gradient_watch import GradientWatch
-from ddp_equivalence.measurement.module_watch import MOST_CALLS, ModuleWatch
-from ddp_equivalence.measurement.state_log import MOST, MOST_OF_A_STATE, StateLog
-from ddp_equivalence.measurement.trace import MOST_OF_A_TENSOR, TensorSample, thinned, unpacked
+from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.measurement.calls import MOST_OF_A_TENSOR, TensorSample, thinned, unpacked
+from ddp_equivalence.measurement.gradient_watch import (
+    MOST,
+    MOST_OF_A_STATE,
+    GradientWatch,
+    StateLog,
+)
+from ddp_equivalence.measurement.observation import MOST_CALLS, ModuleWatch
 
 
 def test_only_some_elements_of_a_large_output_are_kept() -> None:

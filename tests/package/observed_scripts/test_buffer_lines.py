@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence.observed_scripts.in_script.buffer_lines import line_that_assigns
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import line_that_assigns
 
 
 class Memory(nn.Module):

@@ -24,13 +24,16 @@ from ddp_equivalence import BadCase, observe
 from ddp_equivalence.commands.exit_codes import INTERRUPTED
 from ddp_equivalence.commands.observe import add
 from ddp_equivalence.observed_scripts import launch
-from ddp_equivalence.observed_scripts.in_script.kept_files import own_copy
-from ddp_equivalence.observed_scripts.launch import last_words
-from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
-from ddp_equivalence.observed_scripts.options import ObserveOptions, Options
-from ddp_equivalence.observed_scripts.recording import ScriptFailed
+from ddp_equivalence.observed_scripts.in_script.hooks import own_copy
+from ddp_equivalence.observed_scripts.launch import (
+    copy_of_links,
+    in_one_process,
+    last_words,
+    processes_in,
+    with_own_scripts,
+)
+from ddp_equivalence.observed_scripts.recording import ObserveOptions, Options, ScriptFailed
 from ddp_equivalence.observed_scripts.told import VARIABLE
-from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
 from tests.package.observed_scripts.interpreters import started
 from tests.package.someone_elses_run import hear_ctrl_c
 

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.observed_scripts import launch
-from ddp_equivalence.observed_scripts.as_json import as_json
+from ddp_equivalence.observed_scripts.report import as_json
 from tests.package.observed_scripts.interpreters import started
 from tests.package.observed_scripts.observing import SCRIPTS, observed
 

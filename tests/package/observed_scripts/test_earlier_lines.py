@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader
 
-from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
-from ddp_equivalence.observed_scripts.in_script.names import ModuleNames
-from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import ModuleNames
+from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines
+from ddp_equivalence.observed_scripts.recorded_step import EarlierPlaces, Place
 
 WATCHED = (
     (Optimizer, "__init__"),

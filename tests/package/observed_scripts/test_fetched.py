@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.in_script.fetched import (
-    MOST_AHEAD,
-    FetchedBatches,
-)
+from ddp_equivalence.observed_scripts.in_script.fetched import MOST_AHEAD, FetchedBatches
 from ddp_equivalence.observed_scripts.rows import rows_of
 
 TRAINING, OTHER = 0, 1

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from ddp_equivalence.observed_scripts.in_script.float64 import BYTES_PER_ELEMENT, require_memory
+from ddp_equivalence.observed_scripts.in_script.hooks import BYTES_PER_ELEMENT, require_memory
 
 
 @pytest.fixture

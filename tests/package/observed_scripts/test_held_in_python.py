@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from ddp_equivalence.observed_scripts.in_script.held_in_python import MOST_PARTS, held_in_python
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import MOST_PARTS, held_in_python
 
 
 class Norm(nn.Module):

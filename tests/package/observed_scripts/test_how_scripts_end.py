@@ -8,10 +8,9 @@ import pytest
 
 from ddp_equivalence import NotEquivalent, NothingCompared
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.observed_scripts.as_json import as_json
-from ddp_equivalence.observed_scripts.how_it_ended import Ending, RankPlace
-from ddp_equivalence.observed_scripts.places import Place
-from ddp_equivalence.observed_scripts.recording import ScriptFailed
+from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.recording import Ending, RankPlace, ScriptFailed
+from ddp_equivalence.observed_scripts.report import as_json
 from tests.package.observed_scripts.observing import observed, source_of_fault
 
 SCRIPT = "ends_early.py"

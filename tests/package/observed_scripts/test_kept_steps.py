@@ -13,7 +13,7 @@ import pytest
 PROGRAM = textwrap.dedent(
     """
     import os, signal, sys, torch, torch.distributed as dist
-    from ddp_equivalence.observed_scripts.in_script import kept_steps
+    from ddp_equivalence.observed_scripts.in_script import replayer
 
     backend = {"backend": sys.argv[2]} if len(sys.argv) > 2 else {}
     store = "file://" + sys.argv[1]
@@ -22,7 +22,7 @@ PROGRAM = textwrap.dedent(
     child = os.fork()
     if not child:
         signal.alarm(30)
-        kept_steps._renew_groups()
+        replayer._renew_groups()
         dist.all_reduce(torch.ones(1))
         print("reduced", flush=True)
         os._exit(0)

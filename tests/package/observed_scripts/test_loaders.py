@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
-from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
+from ddp_equivalence.observed_scripts.in_script.fetched import FedLoaders, Loaders
 from ddp_equivalence.observed_scripts.recorded_step import Epoch
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
+from ddp_equivalence.observed_scripts.in_script.closer_look import LoggedOperations
 
 
 def test_no_log_begins_inside_a_mode_of_the_script() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_equivalence.observed_scripts.in_script.marks import MOST_ELEMENTS, mark_of
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import MOST_ELEMENTS, mark_of
 
 
 def test_a_mark_depends_on_values_and_on_their_order() -> None:

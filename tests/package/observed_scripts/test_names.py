@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp_equivalence.observed_scripts.in_script.names import named_tensors
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors
 
 
 class Centers(nn.Module):

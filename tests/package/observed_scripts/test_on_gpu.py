@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.observed_scripts.observed import Observed
+from ddp_equivalence.observed_scripts.report import Observed
 from tests.package.observed_scripts.observing import observed, source_of_fault
 
 LIMIT = 1e-12

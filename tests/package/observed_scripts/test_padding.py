@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_equivalence.observed_scripts.padding import Padding, padding_of
-from ddp_equivalence.observed_scripts.rows import guessed_paddings, rows_of
+from ddp_equivalence.observed_scripts.rows import Padding, guessed_paddings, padding_of, rows_of
 
 
 def padded(*lengths: int, value: float = 0, left: bool = False, first: int = 5) -> Tensor:

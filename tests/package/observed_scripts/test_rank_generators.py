@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_equivalence.observed_scripts.in_script.generator_states import (
+from ddp_equivalence.observed_scripts.in_script.fetched import (
     BYTES_OF_CPU,
     generator_state,
     set_generator_state,
 )
-from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
-from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
-from ddp_equivalence.observed_scripts.in_script.restored_generators import (
+from ddp_equivalence.observed_scripts.in_script.hooks import let_torch_draw
+from ddp_equivalence.observed_scripts.in_script.replayer import (
+    RankGenerators,
+    Source,
     follow_restored_states,
 )
 from ddp_equivalence.observed_scripts.query import RowOrder

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
-from ddp_equivalence.observed_scripts.in_script.no_dropout import DROPOUTS, drop_nothing
+from ddp_equivalence.observed_scripts.in_script.hooks import DROPOUTS, drop_nothing
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.query import Piece, Query
 from ddp_equivalence.observed_scripts.record import Row, pieces_of
 

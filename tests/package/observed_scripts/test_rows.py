@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_equivalence.observed_scripts.falling_order import in_falling_order
-from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.query import Piece
-from ddp_equivalence.observed_scripts.rows import Rows, joined, put_into, rows_of
-from ddp_equivalence.observed_scripts.rows_as_json import rows_with_tensors, rows_without_tensors
+from ddp_equivalence.observed_scripts.record import in_falling_order
+from ddp_equivalence.observed_scripts.rows import (
+    TOP_OF_CALL,
+    Rows,
+    joined,
+    put_into,
+    rows_of,
+    rows_with_tensors,
+    rows_without_tensors,
+)
 
 
 def test_rows_of_ranks_are_joined_in_the_containers_of_the_script() -> None:

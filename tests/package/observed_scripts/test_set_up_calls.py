@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.measurement.line_tracer import code_of
-from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
+from ddp_equivalence.measurement.lines import code_of
+from ddp_equivalence.observed_scripts.in_script.watch import SetUpCalls
 from ddp_equivalence.observed_scripts.launch import STARTUP
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ddp_equivalence.observed_scripts.in_script import kept_tensors
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import LARGE, kept, whole
-from ddp_equivalence.observed_scripts.tensor_file import DTYPES, write_tensors
+from ddp_equivalence.observed_scripts.recorded_step import DTYPES, write_tensors
 
 
 def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_equivalence.observed_scripts.rows import joined, put_into, rows_of
-from ddp_equivalence.observed_scripts.time_first import with_rows_first
+from ddp_equivalence.observed_scripts.rows import joined, put_into, rows_of, with_rows_first
 
 
 def test_sequences_of_ranks_are_joined_side_by_side() -> None:

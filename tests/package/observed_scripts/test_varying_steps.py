@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ddp_equivalence.observed_scripts.running_script import SECONDS_OF_KEPT
+from ddp_equivalence.observed_scripts.oracle import SECONDS_OF_KEPT
 from tests.package.observed_scripts.observing import observed
 
 LIMIT = 1e-13

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.run_results import NotRun, RunResults
-from ddp_equivalence.pytest_plugin.summary_table import summary_lines
-from ddp_equivalence.report.line import Style
+from ddp_equivalence.pytest_plugin.on_terminal import summary_lines
+from ddp_equivalence.pytest_plugin.results import NotRun, RunResults
 from ddp_equivalence.report.record import Record
+from ddp_equivalence.report.text import Style
 
 
 def record(**changes: Any) -> Record:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, RankFailed, assert_equivalent, check
-from ddp_equivalence.ranks import process_settings
-from ddp_equivalence.ranks.left_running import current_threads, left_running
+from ddp_equivalence.ranks import process_state
+from ddp_equivalence.ranks.process_state import current_threads, left_running
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 
@@ -144,7 +144,7 @@ def test_settings_that_a_module_makes_at_import_hold_on_the_ranks_in_every_case(
 ) -> None:
     (tmp_path / "trains_with_tf32.py").write_text(TRAINS_WITH_TF32)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = process_settings.read_training_settings()
+    before = process_state.read_training_settings()
     try:
         train = importlib.import_module("trains_with_tf32")
         for _ in range(2):
@@ -152,7 +152,7 @@ def test_settings_that_a_module_makes_at_import_hold_on_the_ranks_in_every_case(
             assert verdict.outcome == "same", str(verdict)
             assert [text.split() for text in verdict.output.values()] == [["high", "True"]] * 2
     finally:
-        process_settings.apply(before)
+        process_state.apply(before)
     assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 
@@ -175,27 +175,27 @@ def test_a_precision_set_for_one_backend_is_reported_and_restored() -> None:
     assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 
-@pytest.mark.parametrize("module", process_settings.PRECISION_MODULES)
+@pytest.mark.parametrize("module", process_state.PRECISION_MODULES)
 def test_a_precision_is_read_as_its_module_shows_it(module: str) -> None:
-    setting = process_settings.SETTINGS[f"{module}.fp32_precision"]
+    setting = process_state.SETTINGS[f"{module}.fp32_precision"]
     shown = attrgetter(f"{module}.fp32_precision")
-    before = process_settings.read_training_settings()
+    before = process_state.read_training_settings()
     try:
         for precision in ("ieee", "tf32"):
             setting.write(precision)
             assert setting.read() == shown(torch) == precision
     finally:
-        process_settings.apply(before)
+        process_state.apply(before)
     assert setting.read() == shown(torch)
 
 
 def test_a_precision_set_in_the_test_holds_on_the_ranks() -> None:
-    before = process_settings.read_training_settings()
+    before = process_state.read_training_settings()
     torch.set_float32_matmul_precision("high")
     try:
         assert check(own_case(), prints_its_precision).output[1].split() == ["high"]
     finally:
-        process_settings.apply(before)
+        process_state.apply(before)
     assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from ddp_equivalence.ranks import pickling
-from ddp_equivalence.ranks.code_files import dumps_with_files
+from ddp_equivalence.ranks.pickling import dumps_with_files
 
 
 def on_a_rank(function: Callable[[], Any]) -> Any:

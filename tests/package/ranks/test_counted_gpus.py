@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddp_equivalence.ranks import lanes
-from ddp_equivalence.ranks.counted_gpus import count_gpus, variables
+from ddp_equivalence.ranks.lanes import count_gpus, variables
 
 UUIDS = [f"GPU-{letter}0000000-0000-0000-0000-000000000000" for letter in "abcd"]
 

@@ -6,9 +6,8 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks.failed_starts import FailedStarts
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.lanes import CannotRunHere, Lane
+from ddp_equivalence.ranks.lanes import CannotRunHere, FailedStarts, Lane
 
 NCCL = Lane("nccl", "nccl", "cuda")
 TOO_OLD = "rank 0: RuntimeError: The NVIDIA driver on your system is too old"

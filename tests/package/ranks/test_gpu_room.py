@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import gpu_room, idle_sets, lanes, warm_ranks
+from ddp_equivalence.ranks import gpu_room, lanes, warm_ranks
+from ddp_equivalence.ranks import warm_ranks as idle_sets
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
-from ddp_equivalence.ranks.gpus import Gpu, by_name
-from ddp_equivalence.ranks.idle_sets import IdleSets, RankSetKey
+from ddp_equivalence.ranks.gpus import Gpu, nvml
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.xdist_locks import XdistLocks
+from ddp_equivalence.ranks.warm_ranks import IdleSets, RankSetKey, XdistLocks
 
 NCCL = Lane("nccl", "nccl", "cuda")
 GLOO_CUDA = Lane("gloo_cuda", "gloo", "cuda")
@@ -109,7 +109,7 @@ def test_ranks_cannot_share_a_gpu_for_one_process_at_a_time(
         ),
     ):
         found = {"0": Gpu(0, compute_mode=mode)}
-        monkeypatch.setattr(by_name, "gpus_by_name", lambda _, found=found: found)
+        monkeypatch.setattr(nvml, "gpus_by_name", lambda _, found=found: found)
         assert lanes.missing("gloo_cuda", 1) is None
         assert lanes.missing("gloo_cuda", 2) == reason
 
@@ -211,7 +211,7 @@ def test_a_worker_that_waits_for_gpus_stops_idle_ranks_that_are_in_the_way(
     monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: there)
     polls = iter(range(100))
     monkeypatch.setattr(
-        "ddp_equivalence.ranks.xdist_locks.time.sleep", lambda _: next(polls)
+        "ddp_equivalence.ranks.warm_ranks.time.sleep", lambda _: next(polls)
     )  # raises in the end
     ranks = warm_ranks.WarmRanks()
     idle, on_cpu = Idle("1x1"), Idle("1x1")

@@ -15,9 +15,8 @@ from torch import nn
 
 from ddp_equivalence import BadCase, Case, Rank, check
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.rank_set import InProcessRankSet, RankSet
 from tests.package.own_cases import loss, make_batch, own_case, right_step
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run

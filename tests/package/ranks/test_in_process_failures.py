@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.ranks.rank_0_guard import Rank0Guard
+from ddp_equivalence.ranks.rank_set import Rank0Guard
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ddp_equivalence.ranks.libraries import _uses_torch
+from ddp_equivalence.ranks.process_state import _uses_torch
 
 
 class Incomparable:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks import lanes, nccl_log, nccl_transport, warm_ranks
+from ddp_equivalence.ranks import lanes, nccl, warm_ranks
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.nccl_transport import Transport, read
+from ddp_equivalence.ranks.nccl import Transport, read
 
 LOG = """\
 box:12:34 [0] NCCL INFO NCCL version 2.29.7+cuda13.0
@@ -47,7 +47,7 @@ def test_a_log_without_such_lines_is_no_transport() -> None:
 
 
 def test_a_single_rank_needs_no_probe() -> None:
-    assert nccl_transport.transport(1).problem == "a single rank sends nothing"
+    assert nccl.transport(1).problem == "a single rank sends nothing"
 
 
 class LoggingRanks:
@@ -72,10 +72,10 @@ def test_the_log_is_that_of_fresh_ranks_with_an_environment_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = LoggingRanks()
-    monkeypatch.setattr(nccl_transport, "missing", lambda lane, ranks: None)
-    monkeypatch.setattr(nccl_log, "warm_ranks", lambda: ranks)
+    monkeypatch.setattr(nccl, "missing", lambda lane, ranks: None)
+    monkeypatch.setattr(nccl, "warm_ranks", lambda: ranks)
     before = dict(os.environ)
-    assert nccl_transport.transport(4) == read(LOG.splitlines())
+    assert nccl.transport(4) == read(LOG.splitlines())
     asked = [ranks.asked[name] for name in ("layout", "lane", "fresh")]
     assert asked == ["1x4", "nccl", True]
     assert dict(os.environ) == before
@@ -83,18 +83,16 @@ def test_the_log_is_that_of_fresh_ranks_with_an_environment_of_their_own(
 
 def test_too_few_gpus_are_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
-    assert nccl_transport.transport(2) == Transport(
-        {}, "needs 2 CUDA devices (one rank each), found 1"
-    )
+    assert nccl.transport(2) == Transport({}, "needs 2 CUDA devices (one rank each), found 1")
 
 
 def test_ranks_that_do_not_start_are_a_reason_and_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ranks have no backend of this name."""
-    monkeypatch.setattr(nccl_transport, "missing", lambda lane, ranks: None)
+    monkeypatch.setattr(nccl, "missing", lambda lane, ranks: None)
     monkeypatch.setattr(warm_ranks, "cuda_devices", lambda: ("0", "1"))
     monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: None)
-    transport = nccl_transport.transport(2, "no_such_backend")
+    transport = nccl.transport(2, "no_such_backend")
     assert not transport.pairs
     assert transport.problem.startswith("the ranks of the probe failed: ")

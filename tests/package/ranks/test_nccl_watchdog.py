@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ddp_equivalence import Rank
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 
 DUMP, WAIT = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 

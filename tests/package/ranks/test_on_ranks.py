@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_equivalence import BadCase, Rank, RankFailed, check
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.package.own_cases import own_case, right_step
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.ranks import pickling
-from ddp_equivalence.ranks.fingerprint import NoFingerprint, fingerprint
+from ddp_equivalence.ranks.pickling import NoFingerprint, fingerprint
 from tests.package.own_cases import own_case, right_step
 
 CONSTANT = 1.0

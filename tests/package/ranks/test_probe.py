@@ -13,9 +13,8 @@ import torch.distributed as dist
 from ddp_equivalence import Rank
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks import probe as probe_module
-from ddp_equivalence.ranks import probe_on_rank
 from ddp_equivalence.ranks.lanes import choose
-from ddp_equivalence.ranks.probe import ProbeResult, probe, probe_ranks, summarise_refusals
+from ddp_equivalence.ranks.probe import ProbeResult, probe, probe_ranks, run, summarise_refusals
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 Work = Callable[[Rank, object], Iterator[object]]
@@ -27,12 +26,12 @@ def probe_with(name: str, make_wrong: Callable[[Collective, Rank], Collective]) 
 
     def work(rank: Rank, argument: object) -> Iterator[object]:
         with patch.object(dist, name, make_wrong(getattr(dist, name), rank)):
-            yield from probe_on_rank.run(rank, argument)
+            yield from run(rank, argument)
 
     return work
 
 
-def results(layout: str, work: Work = probe_on_rank.run) -> tuple[ProbeResult, ...]:
+def results(layout: str, work: Work = run) -> tuple[ProbeResult, ...]:
     parsed = parse(layout)
     with warm_ranks().acquire(parsed, choose(parsed, "gloo"), 15.0) as ranks:
         return probe_ranks(ranks, work=work)

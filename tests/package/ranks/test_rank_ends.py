@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, RankFailed, RanksTimedOut, assert_equivalent, check
-from ddp_equivalence.ranks.work import do_next_work
+from ddp_equivalence.ranks.process import do_next_work
 from tests.package.own_cases import loss, own_case, right_step
 
 

@@ -12,7 +12,7 @@ from ddp_equivalence import Rank, check
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks.environment import nccl_defaults
 from ddp_equivalence.ranks.lanes import missing
-from ddp_equivalence.ranks.nccl_nodes import nodes_counted, read_nodes
+from ddp_equivalence.ranks.nccl import nodes_counted, read_nodes
 from tests.package.own_cases import own_case, right_step
 
 LINE = "host:{pid}:{pid} [0] NCCL INFO comm 0x55 rank {rank} nRanks {ranks} nNodes {nodes}"

@@ -55,7 +55,7 @@ def test_ranks_leave_no_process_behind_and_make_no_file(
 
 
 def test_the_ranks_that_were_idle_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_equivalence.ranks.idle_sets.MAX_IDLE_RANKS", 3)
+    monkeypatch.setattr("ddp_equivalence.ranks.warm_ranks.MAX_IDLE_RANKS", 3)
     warm_ranks().stop()
     before = warm_ranks().started
     for layout in ("1x2", "1x2", "2x1", "1x2"):

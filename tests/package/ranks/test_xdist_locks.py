@@ -15,7 +15,7 @@ import pytest
 
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks.lanes import Lane, first_device
-from ddp_equivalence.ranks.xdist_locks import RUN_ID_VARIABLE, XdistLocks, xdist_locks
+from ddp_equivalence.ranks.warm_ranks import RUN_ID_VARIABLE, XdistLocks, xdist_locks
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run
 

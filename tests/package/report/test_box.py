@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence.ranks.gpus import Gpu, GpuProcess, Gpus, Link
-from ddp_equivalence.report.box import GIB, Box, box_lines, title
-from ddp_equivalence.report.set_variables import HIDDEN, PREFIXES, set_variables
+from ddp_equivalence.report.machine import (
+    GIB,
+    HIDDEN,
+    PREFIXES,
+    Box,
+    box_lines,
+    set_variables,
+    title,
+)
 
 NO_BUS = "the chipset does not support it"
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_equivalence import BadCase, Rank, check
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.report.hints import hint_lines
+from ddp_equivalence.report.failure import hint_lines
 from tests.package.own_cases import build_model, make_batch, own_case, right_step
 
 

@@ -13,7 +13,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.diagnosis.repairs import find_repairs
-from ddp_equivalence.diagnosis.repairs.repair import Repair, Repairs
+from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs
 from ddp_equivalence.report.record import record_of
 from tests.package.own_cases import own_case
 

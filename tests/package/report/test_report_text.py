@@ -13,8 +13,8 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import fault_trials
-from ddp_equivalence.report.line import Style
 from ddp_equivalence.report.render import full_lines, report_lines
+from ddp_equivalence.report.text import Style
 from tests.package.report.golden_files import assert_golden
 from tests.package.report.report_cases import REPORTS, TOKENS
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Rank
-from ddp_equivalence.case.example_subset import with_examples
+from ddp_equivalence.case.build import with_examples
 from ddp_equivalence.comparison.gradients import sgd_step
 from ddp_equivalence.report.script import export
 from tests.package.case.batches import (

@@ -19,16 +19,13 @@ from torch import nn
 from ddp_equivalence import Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.main import main
-from ddp_equivalence.diagnosis.finding import Finding
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.report.short import shares as table
-from ddp_equivalence.report.short.definition import defined_at
-from ddp_equivalence.report.short.ending import note_lines
-from ddp_equivalence.report.short.screen import short_lines
-from ddp_equivalence.report.short.sure import sure_lines
-from ddp_equivalence.report.short.text import range_of_ranks, shortened
+from ddp_equivalence.report.short import held as table
+from ddp_equivalence.report.short.held import range_of_ranks, shortened
+from ddp_equivalence.report.short.screen import defined_at, note_lines, short_lines, sure_lines
 from tests.package.own_cases import own_case, right_step
 
 OWN_FILE = """\
@@ -138,7 +135,7 @@ def shares(rows: Mapping[int, tuple[float | None, ...]], **changes: Any) -> Shar
 
 def table_of(verdict: Verdict, layout: str, found: Shares, most_rows: int = 6) -> list[str]:
     verdict = replace(verdict, case=replace(verdict.case, layout=layout, shards="equal"))
-    return [line.text for line in table.table_lines(verdict, found, most_rows, 100)]
+    return [line.text for line in table.short_table_lines(verdict, found, most_rows, 100)]
 
 
 def test_neighbours_that_count_alike_share_a_column_and_a_row(verdict: Verdict) -> None:

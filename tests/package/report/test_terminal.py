@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from ddp_equivalence.report.line import Line, Link, Style, labelled
-from ddp_equivalence.report.terminal import GREEN, RED, painted, width_of
+from ddp_equivalence.report.text import GREEN, RED, Line, Link, Style, labelled, painted, width_of
 
 REPORT = [
     Line("step is not big_batch: sum_not_mean", Style.BAD),

@@ -8,17 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddp_equivalence.case.case import Case
-from ddp_equivalence.report.script.slicing.annotations import variable_annotation
-from ddp_equivalence.report.script.slicing.contents import Contents, Fragment
-from ddp_equivalence.report.script.slicing.import_resolver import ImportResolver
-from ddp_equivalence.report.script.slicing.local_definitions import LocalDefinition
-from ddp_equivalence.report.script.slicing.name_edits import NameEdits
-from ddp_equivalence.report.script.slicing.no_source import NoSource
-from ddp_equivalence.report.script.slicing.scopes import bound_names, scopes_of
-from ddp_equivalence.report.script.slicing.sliceable import may_be_sliced
-from ddp_equivalence.report.script.slicing.source import Edit
-from ddp_equivalence.report.script.slicing.source_module import SourceModule
-from ddp_equivalence.report.script.slicing.value_expressions import ValueExpressions
+from ddp_equivalence.report.script.slicing.contents import (
+    Contents,
+    Edit,
+    Fragment,
+    LocalDefinition,
+    NoSource,
+    SourceModule,
+    may_be_sliced,
+)
+from ddp_equivalence.report.script.slicing.import_statements import bound_names, scopes_of
+from ddp_equivalence.report.script.slicing.names import (
+    ImportResolver,
+    NameEdits,
+    ValueExpressions,
+    variable_annotation,
+)
 
 Replacement = Callable[[], str]
 """Brings something else into the script instead of a definition, and returns its name there."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import map_tensors
-from ddp_equivalence.case.precision import cast
+from ddp_equivalence.case.build import cast
 from ddp_equivalence.report.script.template.placeholders import BATCH_DIMS
 
 

@@ -62,9 +62,9 @@ def _record_sends(module: ModuleType) -> None:
 AFTER = {
     "torch": _pretend_gpus,
     "torch.distributed.fsdp._fully_shard._fully_shard": _shard_on_the_host,
-    "ddp_equivalence.ranks.join_group": _record_sends,
+    "ddp_equivalence.ranks.process": _record_sends,
     "ddp_equivalence.case.build": _build_on_the_host,
-    "ddp_equivalence.measurement.plain_tensors": _accept_tensors_of_pretended_gpus,
+    "ddp_equivalence.measurement.calls": _accept_tensors_of_pretended_gpus,
 }
 """Module -> what is done right after its import."""
 

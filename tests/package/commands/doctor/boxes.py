@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.commands.doctor.gpu_states import GpuState
-from ddp_equivalence.commands.doctor.machine import Machine
+from ddp_equivalence.commands.doctor.machine import GpuState, Machine, Outcome, State
 from ddp_equivalence.commands.doctor.on_rank import GpuAnswer
-from ddp_equivalence.commands.doctor.state import Outcome, State
 from ddp_equivalence.ranks.gpus import Gpu, Gpus
 
 GIB = 2**30

@@ -9,9 +9,7 @@ import pytest
 from ddp_equivalence.commands.doctor import examination
 from ddp_equivalence.commands.doctor.command import closing_line, exit_code
 from ddp_equivalence.commands.doctor.examination import Examination
-from ddp_equivalence.commands.doctor.gpu_states import GpuState, PairState
-from ddp_equivalence.commands.doctor.machine import Machine
-from ddp_equivalence.commands.doctor.state import Outcome, State
+from ddp_equivalence.commands.doctor.machine import GpuState, Machine, Outcome, PairState, State
 from ddp_equivalence.ranks.gpus import NvmlState
 from tests.package.commands.doctor.boxes import box, found, gpu
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_equivalence.commands.doctor import gpu_states, on_rank, own_ranks
-from ddp_equivalence.commands.doctor.on_rank import AllReduceAnswer, GpuAnswer
-from ddp_equivalence.commands.doctor.own_ranks import Answers, ask_ranks
-from ddp_equivalence.commands.doctor.pairs import chosen_pairs
-from ddp_equivalence.commands.doctor.state import Outcome
+from ddp_equivalence.commands.doctor import machine, on_rank
+from ddp_equivalence.commands.doctor.machine import Outcome, chosen_pairs
+from ddp_equivalence.commands.doctor.on_rank import AllReduceAnswer, Answers, GpuAnswer, ask_ranks
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.ranks.gpus import Gpus, Link
 from ddp_equivalence.ranks.lanes import Lane
@@ -45,7 +43,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], list[tuple[tuple
             asked.append((tuple(devices), without_p2p))
             return play(tuple(devices), without_p2p)
 
-        monkeypatch.setattr(gpu_states, "ask_ranks", answer)
+        monkeypatch.setattr(machine, "ask_ranks", answer)
         return asked
 
     return install
@@ -58,7 +56,7 @@ def test_every_gpu_is_asked_and_says_what_was_wrong(played: Any) -> None:
         "2": Answers(error="rank 0: CUDA error: busy\nmore"),
     }
     asked = played(lambda devices, _: answers[devices[0]])
-    states = list(gpu_states.gpu_states(tuple(answers)))
+    states = list(machine.gpu_states(tuple(answers)))
     assert asked == [(("0",), False), (("GPU-7",), False), (("2",), False)]
     outcomes = [one.state.outcome for one in states]
     assert outcomes == [Outcome.WORKS, Outcome.WRONG, Outcome.FAILED]
@@ -71,7 +69,7 @@ def test_every_gpu_is_asked_and_says_what_was_wrong(played: Any) -> None:
 def test_every_pair_of_working_gpus_is_tried(played: Any) -> None:
     asked = played(lambda *_: sums())
     gpus = [found(0), found(1, Outcome.FAILED), found(2), found(3)]
-    states = [pair.state for pair in gpu_states.pair_states(gpus, Gpus())]
+    states = [pair.state for pair in machine.pair_states(gpus, Gpus())]
     assert [devices for devices, _ in asked] == [("0", "2"), ("0", "3"), ("2", "3")]
     assert [state.name for state in states] == ["0-2", "0-3", "2-3"]
     # Of two ranks each sends the tensor once: 1 GB in 0.5 s.
@@ -89,7 +87,7 @@ def test_a_pair_says_what_nvml_knows_of_its_link(played: Any) -> None:
             Link(1, 2, p2p="the chipset does not support it", nvlink=False, path="SYS"),
         ),
     )
-    states = gpu_states.pair_states([found(0), found(1), found(2)], gpus)
+    states = machine.pair_states([found(0), found(1), found(2)], gpus)
     texts = {pair.state.name: pair.state.text.partition("; ")[2] for pair in states}
     assert texts == {
         "0-1": "P2P over NVLink",
@@ -100,7 +98,7 @@ def test_a_pair_says_what_nvml_knows_of_its_link(played: Any) -> None:
 
 def test_a_pair_that_hangs_is_tried_without_p2p(played: Any) -> None:
     asked = played(lambda _, without_p2p: sums() if without_p2p else HANGS)
-    (pair,) = gpu_states.pair_states([found(0), found(1)], Gpus())
+    (pair,) = machine.pair_states([found(0), found(1)], Gpus())
     assert asked == [(("0", "1"), False), (("0", "1"), True)]
     assert (pair.state.outcome, pair.state.timed_out) == (Outcome.FAILED, True)
     assert pair.without_p2p is Outcome.WORKS
@@ -111,7 +109,7 @@ def test_a_pair_that_hangs_is_tried_without_p2p(played: Any) -> None:
 
 def test_a_wrong_sum_on_one_rank_is_wrong(played: Any) -> None:
     played(lambda *_: sums("", "3 elements are wrong on rank 1"))
-    (pair,) = gpu_states.pair_states([found(0), found(1)], Gpus())
+    (pair,) = machine.pair_states([found(0), found(1)], Gpus())
     assert (pair.state.outcome, pair.without_p2p) == (Outcome.WRONG, Outcome.WRONG)
     assert pair.state.text.startswith("3 elements are wrong on rank 1; with")
 
@@ -120,7 +118,7 @@ def test_pairs_end_at_the_time_limit_and_the_rest_is_named(played: Any) -> None:
     played(lambda *_: sums())
     times: Iterator[float] = iter([0.0, 0.0, 299.0, 300.0])
     gpus = [found(number) for number in range(4)]
-    pairs = list(gpu_states.pair_states(gpus, Gpus(), clock=lambda: next(times)))
+    pairs = list(machine.pair_states(gpus, Gpus(), clock=lambda: next(times)))
     assert [pair.state.name for pair in pairs] == ["0-1", "0-2", "others"]
     assert pairs[-1].state.outcome is Outcome.NOT_RUN
     assert pairs[-1].state.text == (
@@ -131,7 +129,7 @@ def test_pairs_end_at_the_time_limit_and_the_rest_is_named(played: Any) -> None:
 def test_with_many_gpus_28_pairs_are_tried_and_the_rest_is_named(played: Any) -> None:
     asked = played(lambda *_: sums())
     gpus = [found(number) for number in range(9)]
-    pairs = list(gpu_states.pair_states(gpus, Gpus()))
+    pairs = list(machine.pair_states(gpus, Gpus()))
     assert len(asked) == 28
     left_out = pairs[-1].state
     assert left_out.outcome is Outcome.NOT_RUN
@@ -151,7 +149,7 @@ def test_no_gpu_is_left_out_of_all_pairs(count: int) -> None:
 def test_all_gpus_that_work_sum_together(played: Any) -> None:
     asked = played(lambda *_: sums("", "", ""))
     gpus = [found(0), found(1, Outcome.FAILED), found(2), found(3)]
-    state = gpu_states.all_together(gpus)
+    state = machine.all_together(gpus)
     assert asked == [(("0", "2", "3"), False)]
     # Of 3 ranks each sends 4/3 of the tensor.
     assert (state.name, state.text) == ("all 3", "the sum is right, 2.67 GB/s")
@@ -226,7 +224,7 @@ def test_an_error_of_a_rank_comes_with_what_it_printed() -> None:
 
 
 def test_ranks_that_hang_end_at_the_time_limit() -> None:
-    own_ranks.ask_ranks(CPU, ["a"], two_answers, seconds=60)  # the server has started
+    on_rank.ask_ranks(CPU, ["a"], two_answers, seconds=60)  # the server has started
     answers = ask_ranks(CPU, ["a"], hangs, seconds=3)
     assert answers.timed_out
     assert "did not come back" in answers.error

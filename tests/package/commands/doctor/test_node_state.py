@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence.commands.doctor import node_state
-from ddp_equivalence.commands.doctor.state import Outcome
+from ddp_equivalence.commands.doctor import examination
+from ddp_equivalence.commands.doctor.machine import Outcome
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 
 
@@ -20,8 +20,8 @@ def no_host_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_nodes_must_be_counted(
     counted: int | None, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_state, "nodes_counted", lambda layout: counted)
-    assert node_state.node_state().outcome is outcome
+    monkeypatch.setattr(examination, "nodes_counted", lambda layout: counted)
+    assert examination.node_state().outcome is outcome
 
 
 @pytest.mark.parametrize("error", [RankFailed("NCCL error\nmore"), RanksTimedOut("rank 1 is late")])
@@ -29,14 +29,14 @@ def test_ranks_that_fail_are_no_answer(error: RankFailed, monkeypatch: pytest.Mo
     def fails(layout: object) -> int:
         raise error
 
-    monkeypatch.setattr(node_state, "nodes_counted", fails)
-    state = node_state.node_state()
+    monkeypatch.setattr(examination, "nodes_counted", fails)
+    state = examination.node_state()
     assert (state.outcome, state.text) == (Outcome.FAILED, str(error).splitlines()[0])
     assert state.timed_out is isinstance(error, RanksTimedOut)
 
 
 def test_one_host_that_the_user_has_set_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_HOSTID", "one")
-    state = node_state.node_state()
+    state = examination.node_state()
     assert state.outcome is Outcome.NOT_RUN
     assert "NCCL_HOSTID is set" in state.text

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.doctor.command import problem_lines
-from ddp_equivalence.commands.doctor.gpu_states import PairState
-from ddp_equivalence.commands.doctor.machine import Machine
-from ddp_equivalence.commands.doctor.problem import Problem
-from ddp_equivalence.commands.doctor.problems import problems
-from ddp_equivalence.commands.doctor.state import Outcome, State
+from ddp_equivalence.commands.doctor.examination import Problem, problems
+from ddp_equivalence.commands.doctor.machine import Machine, Outcome, PairState, State
 from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState, nvml
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu
 

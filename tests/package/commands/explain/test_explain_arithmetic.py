@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.setup import ADAM_BETAS
+from ddp_equivalence.commands.explain.explanation import ADAM_BETAS
 
 TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2}
 DIVIDED = {"accumulation": 3, "accumulation_divided": True}

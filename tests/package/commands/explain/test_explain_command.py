@@ -11,8 +11,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.explain import Explanation, arithmetic, command, verification
-from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
-from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.commands.explain.explanation import Setup, learning_rates_of
 from ddp_equivalence.commands.main import main
 
 pytestmark = pytest.mark.self_check

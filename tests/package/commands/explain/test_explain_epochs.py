@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.epoch_text import unlike_one_device
 from ddp_equivalence.commands.explain.last_step import shares
-from ddp_equivalence.commands.explain.summary import summary_text
+from ddp_equivalence.commands.explain.text import summary_text, unlike_one_device
 
 INSIDE = {"parallelism": "data-parallel-loss-inside", "ranks_per_node": 4, "batch": 16}
 SUMS_INSIDE = INSIDE | {"loss": "sum"}

@@ -13,11 +13,17 @@ from torch import nn
 from ddp_equivalence.case import settings
 from ddp_equivalence.check_equivalence import check
 from ddp_equivalence.commands.explain import Setup, explain, verification
-from ddp_equivalence.commands.explain.cases import case_of, counts_of
-from ddp_equivalence.commands.explain.judged import ExpectedResult, expected, judged
-from ddp_equivalence.commands.explain.measured import Measured, measured
-from ddp_equivalence.commands.explain.steps import gradient_step
-from ddp_equivalence.commands.explain.verification import verify
+from ddp_equivalence.commands.explain.verification import (
+    ExpectedResult,
+    Measured,
+    case_of,
+    counts_of,
+    expected,
+    gradient_step,
+    judged,
+    measured,
+    verify,
+)
 from ddp_equivalence.ranks import Rank
 
 pytestmark = pytest.mark.self_check

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.data import as_data
+from ddp_equivalence.commands.explain.explanation import as_data
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"batch": 0}, "batch", "a whole number from 1"),

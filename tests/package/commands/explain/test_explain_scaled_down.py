@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_equivalence.commands.explain import Setup, explain
-from ddp_equivalence.commands.explain.scaled_down import MOST_TOLD_APART, scaled_down
-from ddp_equivalence.commands.explain.verification import verify
+from ddp_equivalence.commands.explain.verification import MOST_TOLD_APART, scaled_down, verify
 
 INSIDE = Setup(batch=1, parallelism="data-parallel-loss-inside")
 

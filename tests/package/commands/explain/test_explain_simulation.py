@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.commands.explain import KnownGood, LossFactor, Setup, explain
-from ddp_equivalence.commands.explain.setup import ONE_PROCESS, Loss, Optimizer, Parallelism
+from ddp_equivalence.commands.explain.explanation import ONE_PROCESS, Loss, Optimizer, Parallelism
 
 FEATURES, CLASSES, LENGTH, PADDING = 5, 3, 4, -1
 EXAMPLES = 300

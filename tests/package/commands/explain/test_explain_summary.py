@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 
 from ddp_equivalence.commands.explain import Setup, explain
-from ddp_equivalence.commands.explain.numbers import number, times
-from ddp_equivalence.commands.explain.summary import summary_text
+from ddp_equivalence.commands.explain.explanation import number, times
+from ddp_equivalence.commands.explain.text import summary_text
 from ddp_equivalence.commands.main import main
 from tests.package.commands.explain.test_explain_simulation import setups
 

@@ -17,7 +17,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.numbers import beta, divided_by, number, times
+from ddp_equivalence.commands.explain.explanation import beta, divided_by, number, times
 
 ROOT = Path(__file__).parents[4]
 GOLDEN = Path(__file__).parent / "golden"

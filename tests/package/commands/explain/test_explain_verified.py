@@ -10,15 +10,15 @@ from typing import Any, get_args
 import pytest
 
 from ddp_equivalence.commands.explain import KnownGood, LossFactor, Setup, explain
-from ddp_equivalence.commands.explain.setup import (
+from ddp_equivalence.commands.explain.explanation import (
     ONE_PROCESS,
     Loss,
     Optimizer,
     Parallelism,
     TokensOver,
 )
-from ddp_equivalence.commands.explain.stand_in import trained_stand_ins
 from ddp_equivalence.commands.explain.verification import verify
+from ddp_equivalence.commands.explain.verified import trained_stand_ins
 
 pytestmark = pytest.mark.self_check
 

@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Rank
-from ddp_equivalence.case.example_subset import SubsetBuilder, as_text, parse, with_examples
-from ddp_equivalence.commands.explore import (
-    drawing,
-    random_trials,
-    suite_report,
-    suite_search,
-    variations_search,
+from ddp_equivalence.case.build import SubsetBuilder, as_text, parse, with_examples
+from ddp_equivalence.commands.explore import drawing, suite, variations_command
+from ddp_equivalence.commands.explore.variations_command import (
+    LAYOUTS,
+    Variation,
+    VariationResult,
+    VariationsSearch,
+    search_space,
+    variations,
 )
-from ddp_equivalence.commands.explore.search_space import LAYOUTS, search_space
-from ddp_equivalence.commands.explore.variations import Variation, variations
-from ddp_equivalence.commands.explore.variations_search import VariationResult, VariationsSearch
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import UserCheck
 from ddp_equivalence.strategies import catalogue, trial
@@ -62,7 +61,9 @@ def test_results_that_cannot_be_written_are_refused_before_the_search(
 
 
 def explored(step: Any, wanted: int, **given: Any) -> VariationsSearch:
-    return variations_search.search(UserCheck(own_case(layout="2x2"), step), given, wanted, str)
+    return variations_command.search_variations(
+        UserCheck(own_case(layout="2x2"), step), given, wanted, str
+    )
 
 
 @pytest.fixture
@@ -75,22 +76,20 @@ def test_random_right_cases_are_called_the_same_and_differences_by_their_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Few enough to start their ranks in a moment.
-    monkeypatch.setattr(random_trials, "LAYOUTS", ("1x1", "1x2", "1x3", "2+1"))
-    search = suite_search.search(right=30, wrong=10, seed=5)
+    monkeypatch.setattr(suite, "LAYOUTS", ("1x1", "1x2", "1x3", "2+1"))
+    search = suite.search(right=30, wrong=10, seed=5)
     assert [each.repeat for each in search.judged if not each.right] == []
     assert sum(each.outcome == "same" for each in search.judged) >= 28
     # Two draws may be one case.
     known = [each.outcome for each in search.judged if each.trial.cause is not None]
     assert len(known) >= 7
     assert set(known) == {"different"}
-    assert {each.trial.strategy for each in search.judged} == set(
-        random_trials.portable_strategies()
-    )
+    assert {each.trial.strategy for each in search.judged} == set(suite.portable_strategies())
 
 
 def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     def names(seed: int) -> list[str]:
-        drawn = suite_search.draw_trials(20, promised=True, seed=seed)
+        drawn = suite.draw_trials(20, promised=True, seed=seed)
         return [f"{name} {each} {each.case}" for name, trials in drawn.items() for each in trials]
 
     before = names(1)
@@ -119,8 +118,8 @@ def test_numbers_are_drawn_evenly_and_the_same_whatever_is_imported(
 
 def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_cause", lambda trial: None)  # as if all were promised
-    monkeypatch.setattr(suite_search, "portable_strategies", lambda: ("manual_all_reduce_sum",))
-    search = suite_search.search(right=6, wrong=0, seed=0)
+    monkeypatch.setattr(suite, "portable_strategies", lambda: ("manual_all_reduce_sum",))
+    search = suite.search(right=6, wrong=0, seed=0)
     assert search.false_alarms
     ((mistake, report),) = search.smallest_mistakes
     case = mistake.trial.case
@@ -129,9 +128,9 @@ def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.Monkey
     assert (case.shards, case.seed, case.dtype) == ("equal", 0, torch.float64)
     assert (mistake.trial.compare, mistake.trial.steps) == ("gradients", 1)
     assert "sum_not_mean" in report
-    text = "\n".join(suite_report.report_lines(search))
+    text = "\n".join(suite.report_lines(search))
     assert f"Again: {mistake.repeat}" in text
-    assert suite_report.as_json(search)["false_alarms"] == len(search.false_alarms)
+    assert suite.as_json(search)["false_alarms"] == len(search.false_alarms)
 
 
 def test_the_mean_of_means_is_found_though_equal_shards_pass_and_shrinks_to_three_examples() -> (
@@ -273,7 +272,7 @@ def test_without_hypothesis_it_is_said_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_interrupted_the_search_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = suite_search._run
+    run = suite._run
     left = iter(range(3))
 
     def interrupted(trial: catalogue.Trial) -> Any:
@@ -281,12 +280,12 @@ def test_interrupted_the_search_keeps_what_it_has(monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
         return run(trial)
 
-    monkeypatch.setattr(suite_search, "_run", interrupted)
-    search = suite_search.search(right=20, wrong=0, seed=0)
+    monkeypatch.setattr(suite, "_run", interrupted)
+    search = suite.search(right=20, wrong=0, seed=0)
     assert (len(search.judged), search.interrupted) == (3, True)
-    assert any("INTERRUPTED" in line for line in suite_report.report_lines(search))
+    assert any("INTERRUPTED" in line for line in suite.report_lines(search))
 
 
 def test_all_draws_are_of_the_strategy_that_is_asked_for() -> None:
-    drawn = drawing.draw_different(random_trials.random_trials("hybrid"), 10, "0")
+    drawn = drawing.draw_different(suite.random_trials("hybrid"), 10, "0")
     assert {trial.strategy for trial in drawn} == {"hybrid"}

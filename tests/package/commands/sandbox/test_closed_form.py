@@ -7,10 +7,9 @@ from statistics import NormalDist
 
 import pytest
 
-from ddp_equivalence.commands.sandbox import intervals
-from ddp_equivalence.commands.sandbox.closed_form import closed_form, gradient
-from ddp_equivalence.commands.sandbox.problem import Problem
-from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
+from ddp_equivalence.commands.sandbox import table
+from ddp_equivalence.commands.sandbox.table import ROWS, PublishedRow
+from ddp_equivalence.commands.sandbox.training import Problem, closed_form, gradient
 
 
 def integrated(w: float, power: int) -> float:
@@ -46,7 +45,7 @@ def test_the_closed_form_gives_all_published_rows(row: PublishedRow) -> None:
     expected = closed_form(row.problem)
     steps = row.problem.n_experiments * row.problem.steps
     # Both ends of a row without noise are 0.
-    error = intervals.normal_quantile() * math.sqrt(2 / steps) * (not row.problem.deterministic)
+    error = table.normal_quantile() * math.sqrt(2 / steps) * (not row.problem.deterministic)
     slack = row.rounding + 4 * expected.deviation / math.sqrt(row.problem.n_experiments)
     assert expected.w == pytest.approx(float(row.w), abs=slack)
     assert expected.variance == pytest.approx(float(row.variance), rel=error, abs=1e-24)
@@ -72,16 +71,16 @@ def test_the_interval_of_a_variance_has_the_tabled_quantiles_of_chi_square(
     level: float, lower: float, upper: float
 ) -> None:
     expected = 2.0 * 100 / upper, 2.0 * 100 / lower
-    assert intervals.of_variance(2.0, 100, level) == pytest.approx(expected, rel=1e-5)
+    assert table.interval_of_variance(2.0, 100, level) == pytest.approx(expected, rel=1e-5)
 
 
 # Source: Abramowitz, Stegun, Handbook of Mathematical Functions, table 26.9.
 @pytest.mark.parametrize(("level", "tabled"), [(0.9, 1.35), (0.98, 1.53), (0.998, 1.77)])
 def test_the_interval_of_a_ratio_has_the_tabled_quantiles_of_f(level: float, tabled: float) -> None:
     expected = 1 / tabled, tabled
-    assert intervals.of_ratio(120, 120, level) == pytest.approx(expected, rel=4e-3)
+    assert table.of_ratio(120, 120, level) == pytest.approx(expected, rel=4e-3)
 
 
 def test_heavier_tails_leave_a_variance_fewer_degrees_of_freedom() -> None:
-    assert intervals.degrees_of_freedom(1001, 0.0) == pytest.approx(1000)
-    assert intervals.degrees_of_freedom(1001, 2.0) == pytest.approx(500, rel=1e-2)
+    assert table.degrees_of_freedom(1001, 0.0) == pytest.approx(1000)
+    assert table.degrees_of_freedom(1001, 2.0) == pytest.approx(500, rel=1e-2)

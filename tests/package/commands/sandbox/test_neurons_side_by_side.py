@@ -11,11 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.sandbox.problem import BLOCK_SIZE, SAMPLES, Problem, batches
-from ddp_equivalence.commands.sandbox.training import Block, multi, single, train
-from ddp_equivalence.commands.sandbox.training_result import BlockResult, joined
+from ddp_equivalence.commands.sandbox.training import (
+    BLOCK_SIZE,
+    SAMPLES,
+    Block,
+    BlockResult,
+    Problem,
+    batches,
+    joined,
+    multi,
+    single,
+    train,
+)
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.on_ranks import on_ranks
+from ddp_equivalence.ranks.warm_ranks import on_ranks
 
 ROUNDING = 1e-14
 

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_equivalence.commands.sandbox import agreement, table
-from ddp_equivalence.commands.sandbox.agreement import so_far_off, with_closed_form, with_published
-from ddp_equivalence.commands.sandbox.closed_form import closed_form
-from ddp_equivalence.commands.sandbox.problem import Problem
-from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
-from ddp_equivalence.commands.sandbox.training import train
-from ddp_equivalence.commands.sandbox.training_result import TrainingResult
+from ddp_equivalence.commands.sandbox import table
+from ddp_equivalence.commands.sandbox.table import (
+    ROWS,
+    WIDEST,
+    PublishedRow,
+    so_far_off,
+    with_closed_form,
+    with_published,
+)
+from ddp_equivalence.commands.sandbox.training import Problem, TrainingResult, closed_form, train
 
 
 def on_two_ranks(row: PublishedRow) -> PublishedRow:
@@ -44,7 +47,7 @@ def test_rows_with_too_few_steps_go_on_to_more_experiments(done: list[table.Fini
         [1000, 10_000],
         [1000, 10_000],
     ]
-    assert all(one.runs[-1].width < agreement.WIDEST for one in done)
+    assert all(one.runs[-1].width < WIDEST for one in done)
 
 
 def test_the_table_says_what_was_held_against_what(done: list[table.FinishedRow]) -> None:

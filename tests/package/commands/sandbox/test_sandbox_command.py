@@ -12,10 +12,9 @@ import pytest
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.check_equivalence import check
-from ddp_equivalence.commands.sandbox import command, extra_packages, table, training
-from ddp_equivalence.commands.sandbox.as_published import case_of, mended
-from ddp_equivalence.commands.sandbox.problem import Problem
-from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
+from ddp_equivalence.commands.sandbox import command, table, training
+from ddp_equivalence.commands.sandbox.table import ROWS, PublishedRow
+from ddp_equivalence.commands.sandbox.training import Problem, case_of, mended
 from tests.package.commands.sandbox.test_neurons_side_by_side import dies_on_rank_1
 
 ROOT = Path(__file__).parents[4]
@@ -179,7 +178,7 @@ def test_a_rank_that_fails_is_blamed_without_a_traceback_of_ours(
 
 def hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     """Let the sandbox find every package but one."""
-    monkeypatch.setattr(extra_packages, "find_spec", lambda name: None if name == hidden else name)
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == hidden else name)
 
 
 @pytest.mark.parametrize("arguments", ["single", "multi --ranks 2", "--table"])

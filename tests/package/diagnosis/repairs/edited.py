@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Collection
 
 from ddp_equivalence.case.edit import Edit, EditKind
-from ddp_equivalence.diagnosis.repairs.edits import edits_of
-from ddp_equivalence.diagnosis.repairs.names_in_scope import Values
+from ddp_equivalence.diagnosis.repairs.find_repairs import edits_of
+from ddp_equivalence.diagnosis.repairs.source import Values
 
 FILE = "user.py"
 

@@ -17,22 +17,22 @@ from torch.nn import functional as F
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.edit import Edit, EditKind
-from ddp_equivalence.diagnosis.expectation import expected_of
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs import find_repairs as module
-from ddp_equivalence.diagnosis.repairs.edits import edits_of
 from ddp_equivalence.diagnosis.repairs.find_repairs import (
+    Repairs,
+    edits_of,
     find_repairs,
+    in_general,
     leaves_the_big_batch,
     lines_of_the_big_batch,
     may_change,
 )
-from ddp_equivalence.diagnosis.repairs.in_general import in_general
-from ddp_equivalence.diagnosis.repairs.repair import Repairs
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import TimeLeft
-from ddp_equivalence.diagnosis.whereabouts import own_errors
+from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.diagnosis.whereabouts import find_whereabouts
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.locals_seen import LocalsSeen
+from ddp_equivalence.measurement.observer import LocalsSeen
 from ddp_equivalence.measurement.request import Request, read_request
 from ddp_equivalence.measurement.trials import Tried
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
@@ -129,7 +129,7 @@ def test_an_error_of_this_package_is_a_reason_and_no_exception(
         raise IndexError("ours")
 
     monkeypatch.setattr(module, "try_edits", fails)
-    monkeypatch.setattr(own_errors, "are_raised", False)
+    monkeypatch.setattr(find_whereabouts, "are_raised", False)
     assert "IndexError: ours" in repairs_of(request_of()).why_not
 
 

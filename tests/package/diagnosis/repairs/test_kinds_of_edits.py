@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence.case.edit import EditKind as Kind
-from ddp_equivalence.diagnosis.repairs.rules import RULES
+from ddp_equivalence.diagnosis.repairs.find_repairs import RULES
 from tests.package.diagnosis.repairs import rows_of_distributed_code
 from tests.package.diagnosis.repairs.edited import HEAD, body, sources
 

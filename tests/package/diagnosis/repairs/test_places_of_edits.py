@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from ddp_equivalence.case.edit import EditKind as Kind
-from ddp_equivalence.diagnosis.repairs.edits import edits_of
+from ddp_equivalence.diagnosis.repairs.find_repairs import edits_of
 from tests.faulty_steps.keys import KEYS, STEPS
 from tests.package.diagnosis.repairs.edited import FILE, applied, body, every_line, line_of, sources
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.diagnosis.repairs.edits import edits_of
+from ddp_equivalence.diagnosis.repairs.find_repairs import edits_of
 from tests.faulty_steps.keys import KEYS, STEPS
 from tests.package.diagnosis.repairs.edited import applied
 from tests.package.diagnosis.repairs.same_syntax import same_syntax

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.suite_run import gpu_processes
-from ddp_equivalence.pytest_plugin.suite_run.gpu_processes import process_lines
+from ddp_equivalence.pytest_plugin.suite_run import plugin
+from ddp_equivalence.pytest_plugin.suite_run.plugin import process_lines
 from ddp_equivalence.ranks.gpu_room import GpuRoom
 
 HELD = (
@@ -14,8 +14,8 @@ HELD = (
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, room: GpuRoom, *devices: str) -> list[str]:
-    monkeypatch.setattr(gpu_processes, "cuda_devices", lambda: devices)
-    monkeypatch.setattr(gpu_processes, "gpu_room", lambda: room)
+    monkeypatch.setattr(plugin, "cuda_devices", lambda: devices)
+    monkeypatch.setattr(plugin, "gpu_room", lambda: room)
     return list(process_lines())
 
 

@@ -8,8 +8,8 @@ from ddp_equivalence.pytest_plugin.suite_run.gpus_used import (
     transport_line,
 )
 from ddp_equivalence.ranks.gpus import Gpu
-from ddp_equivalence.ranks.nccl_transport import Transport
-from ddp_equivalence.report.line import Style
+from ddp_equivalence.ranks.nccl import Transport
+from ddp_equivalence.report.text import Style
 from tests.package.pytest_plugin.test_summary_table import record
 
 UUIDS = [f"GPU-{index}2345678-9abc" for index in range(3)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.suite_run.page import (
+from ddp_equivalence.pytest_plugin.suite_run.plugin import (
     LONGEST_LIST,
     Ran,
     page_lines,
@@ -15,7 +15,7 @@ from ddp_equivalence.pytest_plugin.suite_run.page import (
     write,
 )
 from ddp_equivalence.ranks.gpus import Gpu, Gpus
-from ddp_equivalence.report.box import Box
+from ddp_equivalence.report.machine import Box
 
 CPU = Box(Gpus(), 0)
 GPUS = Box(Gpus((Gpu(0, "NVIDIA H100 80GB", "GPU-01234567-89ab"),)), 1)

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_equivalence.commands.suite_folder import TESTS
 from ddp_equivalence.faults import FAULTS
-from ddp_equivalence.pytest_plugin.suite_run.pairwise import covering
+from ddp_equivalence.pytest_plugin.suite_run.plan import covering
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 from tests.package.commands.test_command_line import A_FEW, ROOT
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest
-from ddp_equivalence.pytest_plugin.suite_run.progress_line import Pace, can_show
-from ddp_equivalence.pytest_plugin.suite_run.time_needed import Timings
+from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest, Timings
+from ddp_equivalence.pytest_plugin.suite_run.plugin import Pace, can_show
 from tests.package.pytest_plugin.suite_run.screen import Screen
 from tests.package.someone_elses_run import LONGEST, command, environment
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.suite_run import time_needed
-from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest
-from ddp_equivalence.pytest_plugin.suite_run.time_needed import (
+from ddp_equivalence.pytest_plugin.suite_run import plan
+from ddp_equivalence.pytest_plugin.suite_run.plan import (
     LEAST_TESTS,
     MEASURED,
+    PlannedTest,
     Stopwatch,
     Timings,
     duration_text,
@@ -89,7 +89,7 @@ def test_timings_with_other_gpus_or_another_torch_are_not_those_of_this_machine(
     with monkeypatch.context() as other:
         other.setattr("torch.__version__", "2.13.0+rehearsed")
         assert last_timings(config) is MEASURED
-    monkeypatch.setattr(time_needed, "cuda_devices", lambda: ("0", "1"))
+    monkeypatch.setattr(plan, "cuda_devices", lambda: ("0", "1"))
     assert last_timings(config) is MEASURED
 
 

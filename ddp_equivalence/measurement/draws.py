@@ -1,0 +1,504 @@
+"""Notices random numbers and shuffles, and gives recorded numbers to another run."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DistributedSampler
+
+from ddp_equivalence.measurement.calls import CodeLine, NotPlain, is_users, line_at, lines_of, plain
+from ddp_equivalence.ranks.users_line import counts_as_torch
+
+# Notices the lines of the user's code under which random numbers are drawn, whatever draws them.
+#
+# The states of the generators are compared after each line. Reading the whole state of a
+# generator of torch on the CPU takes 1 us; those of Python and numpy take longer, and are read
+# only after lines that name something random.
+
+MOST_DRAWS = 200
+"""So many lines are remembered."""
+
+HEAD = 32
+TAIL = 5_000
+"""The bytes in between hold the numbers that are drawn next, and change only with these."""
+
+SETTING = ("seed", "rng_state", "set_state", "setstate", "fork_rng")
+"""Lines with these words set a generator, and draw nothing."""
+
+State = tuple[object, ...]
+
+
+class DrawWatch:
+    """``note(line, what)`` is told of a line under which ``what`` drew: "torch" (on the CPU),
+    "cuda", "numpy" or "random". Each line is told of once in each step.
+    """
+
+    def __init__(self, note: Callable[[CodeLine, str], object]) -> None:
+        self._note = note
+        self._told: set[object] = set()
+        self._line: CodeLine | None = None
+        self._torch = _state_of_torch()
+        self._cuda = _state_on_cuda()
+        self._others: tuple[State, State] | None = None
+
+    def begin_step(self) -> None:
+        """A step begins, and its lines are told of again."""
+        self._told.clear()
+        self._line = None
+
+    def next_line(self, line: CodeLine | None) -> None:
+        """This line runs from now on. Whatever was drawn before was drawn by the last one."""
+        torch_now, cuda_now = _state_of_torch(), _state_on_cuda()
+        if torch_now != self._torch:
+            self._torch = torch_now
+            self._tell("torch")
+        if cuda_now != self._cuda:
+            self._cuda = cuda_now
+            self._tell("cuda")
+        if self._others is not None:
+            for before, now, what in zip(
+                self._others, _states_of_others(), ("random", "numpy"), strict=True
+            ):
+                if before != now:
+                    self._tell(what)
+        self._line = line
+        self._others = _states_of_others() if line is not None and _names(line) else None
+
+    def _tell(self, what: str) -> None:
+        line = self._line
+        key = line, what
+        if line is None or key in self._told or len(self._told) >= MOST_DRAWS or _sets(line):
+            return
+        self._told.add(key)
+        self._note(line, what)
+
+
+def _state_of_torch() -> bytes:
+    state = torch.default_generator.get_state().numpy()
+    return bytes(state[:HEAD].tobytes() + state[TAIL:].tobytes())
+
+
+def _state_on_cuda() -> tuple[int, int] | None:
+    if not torch.cuda.is_initialized():
+        return None
+    device, generators = torch.cuda.current_device(), torch.cuda.default_generators
+    if device >= len(generators) or generators[device].device.type != "cuda":
+        return None  # the GPUs are pretended
+    return generators[device].initial_seed(), generators[device].get_offset()
+
+
+def _states_of_others() -> tuple[State, State]:
+    state: Any = np.random.get_state()
+    return (random.getstate(),), (np.asarray(state[1]).tobytes(), *state[2:])
+
+
+@lru_cache(maxsize=4096)
+def _text_of(file: str, number: int) -> str:
+    return linecache.getline(file, number)
+
+
+def _names(line: CodeLine) -> bool:
+    return "random" in _text_of(line.file, line.number)
+
+
+def _sets(line: CodeLine) -> bool:
+    text = _text_of(line.file, line.number)
+    return any(word in text for word in SETTING)
+
+
+# Records the random numbers that a computation draws, and gives recorded ones to another.
+#
+# Every operation of torch that draws has one tag, whatever function, module or generator asked
+# for it. The functions of Python's ``random`` and of ``numpy.random`` that share one generator
+# are wrapped. Numbers that other objects draw are not seen. Source:
+# pytorch.org/docs/stable/notes/extending.html, "Extending all torch API with Modes".
+
+MOST_RECORDED_DRAWS = 20_000
+MOST_BYTES = 48 * 1024**2
+"""If more is drawn, nothing of it can be given to another computation."""
+
+RANDOM = torch.Tag.nondeterministic_seeded
+
+KEPT = "bernoulli"
+"""The name of every draw of zeros and ones. A GPU draws the mask of dropout by another operation
+than the CPU, which means the same.
+"""
+
+_DROPOUT_OPERATIONS = ("native_dropout", "_fused_dropout")
+_MODULES: tuple[tuple[Any, str, str], ...] = (
+    (random, "random", "random"),
+    (np.random, "random_sample", "numpy"),
+)
+"""A module, a function of it that draws, and what its draws are called."""
+
+_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "shuffle")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw. ``name``: of the operation, without what differs between devices. ``value``: what
+    it gave, on the CPU; None if this is no tensor or number. ``line``: the innermost line outside
+    torch and this package. ``piece``: how many backward passes had ended before.
+    """
+
+    name: str
+    value: Tensor | None
+    line: CodeLine | None
+    piece: int = 0
+
+
+class _Draws(TorchDispatchMode):
+    """Sees every draw inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the draws inside the block."""
+        functions = list(_functions_that_draw())
+        try:
+            for module, name, function, prefix in functions:
+                setattr(module, name, self._wrapped(f"{prefix}.{name}", function))
+            with self:
+                yield
+        finally:
+            for module, name, function, _ in functions:
+                setattr(module, name, function)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if RANDOM in function.tags:
+            name = function.name().partition("::")[2].partition(".")[0]
+            try:
+                if name in _DROPOUT_OPERATIONS:
+                    self._drew(KEPT, result[1])
+                    self._dropped(args[0], args[1], *result)
+                else:
+                    self._drew(name.rstrip("_"), result)
+            except NotPlain:
+                self._lost(name)
+        return result
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def drawing(*arguments: Any, **named: Any) -> Any:
+            return self._number(name, function(*arguments, **named))
+
+        return drawing
+
+    def _drew(self, name: str, result: object) -> None:
+        raise NotImplementedError
+
+    def _dropped(self, given: Tensor, rate: float, output: Tensor, mask: Tensor) -> None:
+        """Called after the mask of a dropout was drawn."""
+
+    def _number(self, name: str, result: Any) -> Any:
+        raise NotImplementedError
+
+    def _lost(self, name: str) -> None:
+        raise NotImplementedError
+
+
+class DrawLog(_Draws):
+    """Records the draws. ``piece()``: how many backward passes have ended."""
+
+    def __init__(self, piece: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self._piece = piece
+        self._bytes = 0
+        self.draws: list[Draw] = []
+        self.complete = True
+
+    def _drew(self, name: str, result: object) -> None:
+        self._note(name, plain(result) if isinstance(result, Tensor) else None)
+
+    def _number(self, name: str, result: Any) -> Any:
+        self._note(name, _as_tensor(result))
+        return result
+
+    def _lost(self, name: str) -> None:
+        self._note(name, None)
+
+    def _note(self, name: str, value: Tensor | None) -> None:
+        if not self.complete:
+            return
+        if value is not None:
+            kind = torch.bool if name == KEPT else value.dtype
+            value = value.detach().to("cpu", kind, copy=True)
+            self._bytes += value.nbytes
+        _, line = lines_of(sys._getframe(3))
+        self.draws.append(Draw(name, value, line, self._piece()))
+        if len(self.draws) >= MOST_RECORDED_DRAWS or self._bytes > MOST_BYTES:
+            self.complete = False
+
+
+class DrawReplay(_Draws):
+    """Gives these draws to what runs inside the block, in their order, whatever it draws itself.
+
+    ``failed``: it drew something else than what was recorded. Ask ``complete`` afterwards.
+    """
+
+    def __init__(self, draws: Sequence[Draw]) -> None:
+        super().__init__()
+        self._left = deque(draws)
+        self.failed = False
+
+    @property
+    def complete(self) -> bool:
+        """True if every draw was given, and none was missing."""
+        return not self.failed and not self._left
+
+    def _drew(self, name: str, result: object) -> None:
+        value = self._next(name)
+        if value is None or not isinstance(result, Tensor) or result.shape != value.shape:
+            self.failed = True
+        else:
+            result.copy_(value)
+
+    def _dropped(self, given: Tensor, rate: float, output: Tensor, mask: Tensor) -> None:
+        output.copy_(given * mask / (1 - rate) if rate < 1 else given * 0)
+
+    def _number(self, name: str, result: Any) -> Any:
+        value, own = self._next(name), _as_tensor(result)
+        if value is None or own is None or own.shape != value.shape:
+            self.failed = True
+            return result
+        if isinstance(result, np.ndarray):
+            return value.numpy().astype(result.dtype)
+        number = value.tolist()
+        return result.dtype.type(number) if isinstance(result, np.generic) else number
+
+    def _lost(self, name: str) -> None:
+        self.failed = True
+
+    def _next(self, name: str) -> Tensor | None:
+        if not self._left or self._left[0].name != name:
+            self.failed = True
+            return None
+        return self._left.popleft().value
+
+
+def _functions_that_draw() -> Iterator[tuple[Any, str, Callable[..., Any], str]]:
+    """Those of Python and numpy that share one generator: module, name, function, prefix."""
+    for module, known, prefix in _MODULES:
+        owner = getattr(module, known).__self__
+        for name, function in list(vars(module).items()):
+            if getattr(function, "__self__", None) is owner and name not in _NO_DRAWS:
+                yield module, name, function, prefix
+
+
+def _as_tensor(result: object) -> Tensor | None:
+    """A number, array or list of numbers as a tensor; None for anything else."""
+    try:
+        found = torch.as_tensor(np.asarray(result))
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+# The modules and functions of torch that draw random numbers or couple the examples of a batch.
+
+
+def _trains(frame: FrameType) -> bool:
+    return bool(frame.f_locals["self"].training)
+
+
+def _drops(frame: FrameType) -> bool:
+    module = frame.f_locals["self"]
+    return bool(module.training and getattr(module, "p", getattr(module, "dropout", 0)) > 0)
+
+
+def _called_by_user(frame: FrameType) -> bool:
+    caller = frame.f_back
+    is_called = caller is not None and is_users(caller.f_code.co_filename)
+    return is_called and bool(frame.f_locals.get("training", True))
+
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+_DROPOUT_MODULES = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+    *(nn.FeatureAlphaDropout, nn.MultiheadAttention, nn.RNN, nn.LSTM, nn.GRU),
+)
+_FUNCTIONS = (
+    *(F.batch_norm, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+    *(F.alpha_dropout, F.feature_alpha_dropout),
+)
+
+
+def _code(function: Callable[..., object]) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
+
+
+RANDOM_AND_COUPLING: dict[CodeType, Callable[[FrameType], bool]] = {
+    **{_code(function): _called_by_user for function in _FUNCTIONS},
+    **{_code(kind.forward): _trains for kind in _NORMS},
+    **{_code(kind.forward): _drops for kind in _DROPOUT_MODULES},
+}
+"""The code of each -> whether a call, given by its frame, does so."""
+
+
+# Notices where a step shuffles: torch.randperm, random.shuffle and DistributedSampler.
+
+OnShuffle = Callable[[FrameType, str, float | None], object]
+"""Is told of a shuffle: the frame of the call, what shuffles, and the seed, if it was given one."""
+
+
+def shuffle_handlers(on_shuffle: OnShuffle) -> dict[Any, Callable[[FrameType], object]]:
+    """The functions that shuffle and are written in Python, and what to do at their calls."""
+
+    def of_sampler(frame: FrameType) -> None:
+        seed = frame.f_locals.get("seed")
+        if frame.f_locals.get("shuffle"):
+            number = float(seed) if isinstance(seed, int) else None
+            on_shuffle(frame, DistributedSampler.__name__, number)
+
+    return {
+        random.Random.shuffle: lambda frame: on_shuffle(frame, "shuffle", None),
+        DistributedSampler.__init__: of_sampler,
+    }
+
+
+@contextmanager
+def randperm_recorded(on_shuffle: OnShuffle) -> Iterator[None]:
+    """Inside the block, ``torch.randperm`` is noticed. It is not written in Python."""
+    randperm = torch.randperm
+
+    @counts_as_torch
+    def recorded(*arguments: Any, **named: Any) -> Tensor:
+        on_shuffle(sys._getframe(1), "randperm", None)
+        return randperm(*arguments, **named)
+
+    with patch.object(torch, "randperm", recorded):
+        yield
+
+
+# Notices lists of whole numbers that lines of the user's code make, such as orders of examples.
+
+FEWEST, MOST = 2, 512
+"""Shorter and longer lists are not looked at."""
+
+MOST_LISTS = 100
+"""Later lists are not noticed."""
+
+MOST_ATTRIBUTES = 32
+"""An object with more attributes is not looked into."""
+
+KINDS = frozenset({list, tuple, range, slice, Tensor})
+
+Note = Callable[[CodeLine, str, tuple[int, ...]], object]
+"""Gets the line, the name of the variable, and the numbers in it."""
+
+
+class IndexLists:
+    """Tells ``note`` of each variable that a line has given another list of whole numbers, and of
+    each such list that a line returned, with the name of its function.
+
+    Lists, tuples, ranges and slices of numbers count, and tensors and arrays with one dimension.
+    Local variables are looked at, and the attributes of ``self``. What a function is given was made
+    by the line that calls it.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._known: dict[tuple[int, str], tuple[int, int, int]] = {}
+        self._values: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._noted = 0
+
+    def after(self, frame: FrameType, line: CodeLine | None, returned: object = None) -> None:
+        """This line of the frame has run. This is called after every line, so it must be quick.
+
+        ``line``: None where the frame begins. ``returned``: what the frame returns, if it does.
+        """
+        if self._noted >= MOST_LISTS:
+            return
+        if line is None:
+            line = _line_of_caller(frame)
+            if line is None:
+                return
+        elif _may_be_a_list(returned):
+            self._see(id(frame), line, f"{frame.f_code.co_name}()", returned)
+        for name, value in frame.f_locals.items():
+            if _may_be_a_list(value):
+                self._see(id(frame), line, name, value)
+            elif name == "self" and not isinstance(value, nn.Module):
+                self._see_attributes(line, value)
+
+    def _see_attributes(self, line: CodeLine, owner: object) -> None:
+        attributes = getattr(owner, "__dict__", None)
+        if type(attributes) is dict and len(attributes) <= MOST_ATTRIBUTES:
+            for name, value in attributes.items():
+                if _may_be_a_list(value):
+                    self._see(id(owner), line, f"self.{name}", value)
+
+    def _see(self, owner: int, line: CodeLine, name: str, value: Any) -> None:
+        try:
+            value = _range_of(value) if type(value) is slice else value
+            length = len(value)
+            version = value._version if type(value) is Tensor else 0
+        except (TypeError, RuntimeError):  # a tensor without dimensions, or of inference mode
+            return
+        if not FEWEST <= length <= MOST:
+            return
+        key = owner, name
+        state = hash(value) if type(value) is range else id(value), length, version
+        if self._known.get(key) == state:
+            return
+        self._known[key] = state
+        numbers = _whole_numbers(value)
+        place = line.function, name
+        if numbers and self._values.get(place) != numbers:
+            self._values[place] = numbers
+            self._noted += 1
+            self._note(line, name, numbers)
+
+
+def _may_be_a_list(value: object) -> bool:
+    kind = type(value)
+    return kind in KINDS or kind.__name__ == "ndarray"
+
+
+def _range_of(value: slice) -> range:
+    """The positions of a slice whose ends are known; without an end it has none."""
+    ends = value.start or 0, value.stop, value.step or 1
+    known = all(type(one) is int and one >= 0 for one in ends)
+    return range(*ends) if known else range(0)
+
+
+def _line_of_caller(frame: FrameType) -> CodeLine | None:
+    """The line of the user's that has called a function directly."""
+    caller = frame.f_back
+    is_known = caller is not None and is_users(caller.f_code.co_filename)
+    return line_at(caller) if caller is not None and is_known else None
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...]:
+    """The numbers in a list; () if it holds others, or anything else."""
+    if type(value) is Tensor:
+        if value.dtype is not torch.int64 or value.ndim != 1 or value.device.type != "cpu":
+            return ()
+        return tuple(value.tolist())
+    if type(value) is range:
+        return tuple(value)
+    if type(value) in (list, tuple):
+        return tuple(value) if all(type(one) is int for one in value) else ()
+    is_plain = value.ndim == 1 and value.dtype.kind == "i"
+    return tuple(value.tolist()) if is_plain else ()

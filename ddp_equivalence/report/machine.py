@@ -1,0 +1,262 @@
+"""What this machine has: GPUs, driver, versions, precision, and variables that are set."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_equivalence.measurement.returned import Tf32
+from ddp_equivalence.ranks.environment import DEFAULTS
+from ddp_equivalence.ranks.gpu_room import SEVERAL
+from ddp_equivalence.ranks.gpus import Gpu, Gpus, Link, gpus, visible_gpus
+from ddp_equivalence.ranks.lanes import cuda_devices
+from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, torchs_precision
+from ddp_equivalence.report.text import plural, rank_names
+from ddp_equivalence.report.versions import versions
+
+# What this machine has: GPUs, driver, versions, precision, and variables that are set.
+#
+# The GPUs are those that NVML knows of. CUDA is not asked, so this process gets no CUDA context.
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Box:
+    """``gpus``: all GPUs of the machine. ``devices``: how many of them this process may use."""
+
+    gpus: Gpus
+    devices: int
+
+    @property
+    def has_gpus(self) -> bool:
+        return bool(self.gpus.gpus or self.devices)
+
+
+def this_box() -> Box:
+    """The machine that this process runs on."""
+    return Box(gpus(), len(cuda_devices()))
+
+
+def box_in_short(box: Box) -> str:
+    """The machine in one line."""
+    return f"{title(box)}; torch {versions()['torch']}"
+
+
+def title(box: Box) -> str:
+    """What the machine has to compute with, such as ``4 x NVIDIA A100, 64 CPU cores``."""
+    names = Counter(gpu.name or "unknown GPU" for gpu in box.gpus.gpus)
+    have = [f"{count} x {name}" for name, count in names.items()]
+    if not have:
+        have = [f"{box.devices} CUDA {plural(box.devices, 'device')}" if box.devices else "no GPU"]
+    cores = len(os.sched_getaffinity(0))
+    return f"{', '.join(have)}, {cores} CPU {plural(cores, 'core')}"
+
+
+LONGEST_VALUE = 60
+"""So many characters of a variable's value are shown."""
+
+
+def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
+    """The machine, line by line. ``with_uuids``: name the GPUs as no other machine's are named."""
+    installed = versions()
+    yield f"Machine: {title(box)}, {_system()}"
+    yield (
+        f"  ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
+        f"Python {installed['python']}"
+    )
+    yield f"  {_libraries()}"
+    if box.has_gpus and box.gpus.problem:
+        yield f"  {box.gpus.problem}"
+    if box.gpus.driver:
+        runs = box.gpus.cuda_of_driver
+        yield f"  driver {box.gpus.driver}{f', which runs CUDA up to {runs}' if runs else ''}"
+    for gpu in box.gpus.gpus:
+        yield f"  GPU {gpu.index}: {', '.join(_gpu_texts(gpu, with_uuids))}"
+    if len(box.gpus.gpus) > 1:
+        yield from _links(box.gpus)
+    if box.has_gpus:
+        yield f"  {_allowed(box)}"
+    if box.devices:
+        yield f"  {_precision()}"
+    variables = [f"{name}={_begin_of(value)}" for name, value in set_variables().items()]
+    yield f"  Set: {', '.join(variables) or 'no variable of NCCL, CUDA, NVIDIA or torch'}"
+
+
+def _begin_of(value: str) -> str:
+    """A value of a variable, without the end of a long one: some images set lists of drivers."""
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+
+
+def _system() -> str:
+    """The operating system, without the name that a provider gives to its kernel."""
+    library = " ".join(platform.libc_ver())
+    return " ".join([platform.system(), platform.machine(), library]).strip()
+
+
+def _libraries() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return f"torch is built for ROCm {torch.version.hip}"
+    if torch.version.cuda is None:
+        return "torch is built for the CPU only"
+    nccl = versions()["nccl"] or "missing"
+    return f"torch is built for CUDA {torch.version.cuda}; NCCL: {nccl}; cuDNN: {_cudnn()}"
+
+
+def _cudnn() -> str:
+    import torch
+
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # torch found another version than that which it was built for
+        return f"cannot be used ({str(error).splitlines()[0]})"
+    if version is None:
+        return "missing"
+    # Since cuDNN 9 the number is 10000 * major + 100 * minor + patch; before, 1000 * major.
+    major, rest = divmod(version, 10000 if version >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _gpu_texts(gpu: Gpu, with_uuid: bool) -> Iterator[str]:
+    yield gpu.name or "name unknown"
+    if gpu.problem:
+        yield gpu.problem
+        return
+    if gpu.compute_capability:
+        yield "compute capability " + ".".join(map(str, gpu.compute_capability))
+    if gpu.memory_total is not None and gpu.memory_free is not None:
+        yield f"{gpu.memory_free / GIB:.1f} of {gpu.memory_total / GIB:.1f} GiB free"
+    yield f"compute mode {gpu.compute_mode or 'unknown'}"
+    yield f"MIG {'unknown' if gpu.mig is None else 'on' if gpu.mig else 'off'}"
+    if gpu.processes:
+        count = len(gpu.processes)
+        yield f"{count} {plural(count, 'process', 'processes')} on it"
+    if with_uuid and gpu.uuid:
+        yield gpu.uuid
+
+
+def _links(found: Gpus) -> Iterator[str]:
+    """The P2P matrix: how the GPU of a row can reach the memory of the GPU of a column."""
+    indices = [gpu.index for gpu in found.gpus]
+    width = 6
+    yield f"  {'P2P':<6}" + "".join(f"{f'GPU {index}':>{width}}" for index in indices)
+    for row in indices:
+        cells = ["-" if row == column else _cell(found.link(row, column)) for column in indices]
+        yield f"  {f'GPU {row}':<6}" + "".join(f"{cell:>{width}}" for cell in cells)
+    yield (
+        "    NV: NVLink; PIX, PXB, PHB, NODE, SYS: PCI Express, from near to far; "
+        "no: not directly; ?: unknown"
+    )
+    refused = Counter(link.p2p for link in found.links if link.p2p not in ("ok", None))
+    for reason, count in refused.items():
+        yield f"    not directly for {count} {plural(count, 'pair')}: {reason}"
+
+
+def _cell(link: Link | None) -> str:
+    if link is None or link.p2p is None:
+        return "?"
+    if link.p2p != "ok":
+        return "no"
+    return "NV" if link.nvlink else link.path or "ok"
+
+
+def _allowed(box: Box) -> str:
+    """Which of the GPUs the ranks may use."""
+    if not box.devices:
+        return "The ranks may use none of them: torch finds no CUDA device"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        all_of = "" if box.devices == 1 else "all "
+        return f"The ranks may use {all_of}{box.devices} CUDA {plural(box.devices, 'device')}"
+    chosen: Sequence[Gpu] = visible_gpus(box.gpus.gpus, visible)
+    names = ", ".join(f"GPU {gpu.index}" for gpu in chosen)
+    return (
+        f"The ranks may use {box.devices} CUDA {plural(box.devices, 'device')}, as "
+        f"CUDA_VISIBLE_DEVICES says{f': {names}' if names else ''}"
+    )
+
+
+def _precision() -> str:
+    """In which precision the ranks multiply float32 on a GPU."""
+    override = os.environ.get(TF32_OVERRIDE, DEFAULTS.get(TF32_OVERRIDE))
+    if override == "0":
+        who = "your environment sets" if TF32_OVERRIDE in os.environ else "the ranks get"
+        return f"float32 is multiplied in full precision: {who} {TF32_OVERRIDE}=0"
+    products, convolutions = torchs_precision()
+    return (
+        f"float32 is multiplied with {TF32_OVERRIDE}={override}; torch's precision is {products} "
+        f"for products and {convolutions} for convolutions"
+    )
+
+
+# Texts that say on which physical GPUs ranks ran, and in which precision float32 was there.
+
+SHORT = len("GPU-12345678")
+"""So much of a UUID is shown. CUDA_VISIBLE_DEVICES takes it as the name of the GPU, too."""
+
+
+def gpu_texts(gpus: Mapping[int, str]) -> list[str]:
+    """``rank 0 on GPU-12345678`` for every GPU; [] unless every rank has one.
+
+    ``gpus``: rank -> the UUIDs of its GPUs, as in ``Evidence.gpu``.
+    """
+    if not all(gpus.values()):
+        return []
+    ranks: dict[str, list[int]] = {}
+    for rank, gpu in sorted(gpus.items()):
+        ranks.setdefault(" and ".join(one[:SHORT] for one in gpu.split(SEVERAL)), []).append(rank)
+    return [f"{rank_names(of_gpu)} on {gpu}" for gpu, of_gpu in ranks.items()]
+
+
+def tf32_texts(settings: Collection[Tf32 | None]) -> list[str]:
+    """One text that says where TF32 was allowed in float32; [] for ranks on the CPU."""
+    known = [one for one in settings if one is not None]
+    if not known:
+        return []
+    products = _states({one.products for one in known})
+    convolutions = _states({one.convolutions for one in known})
+    if products == convolutions:
+        return [f"TF32 {products} for products and convolutions of float32"]
+    return [f"TF32 {products} for products and {convolutions} for convolutions of float32"]
+
+
+def _states(allowed: Collection[bool]) -> str:
+    if len(allowed) > 1:
+        return "on for some ranks and off for others"
+    return "on" if True in allowed else "off"
+
+
+# The variables of NCCL, CUDA and torch that are set, without values that are private.
+
+PREFIXES = ("NCCL_", "CUDA_", "NVIDIA_", "TORCH_", "HIP_", "HSA_", "ROCR_", "RCCL_")
+
+NAMES_OF_HIDDEN = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|USER|HOST|ADDR|COMM_ID|FILE|PATH")
+"""The values of such variables name a machine, a person or a folder, or open a door."""
+
+HIDDEN_VALUES = re.compile(r"[/\\@~]|\b\d+\.\d+\.\d+\.\d+\b|[A-Za-z][\w-]*\.[A-Za-z]")
+"""Paths, addresses of machines, and names of machines."""
+
+HIDDEN = "(set, not shown)"
+
+
+def set_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name -> value of the variables that are set; ``HIDDEN`` stands for a value that is private.
+
+    ``environment``: None stands for that of this process.
+    """
+    variables = os.environ if environment is None else environment
+    return {
+        name: HIDDEN if _is_private(name, value) else value
+        for name, value in sorted(variables.items())
+        if name.startswith(PREFIXES)
+    }
+
+
+def _is_private(name: str, value: str) -> bool:
+    return bool(NAMES_OF_HIDDEN.search(name) or HIDDEN_VALUES.search(value))
