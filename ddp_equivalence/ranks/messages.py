@@ -146,7 +146,7 @@ def _from_the_users_code(error: BaseException) -> traceback.TracebackException:
 
 def is_describing_exception(stack: str) -> bool:
     """True if a stack of faulthandler shows that the rank was inside ``describe_exception``."""
-    frame = r'exception_text\.py", line \d+ in describe_exception$'
+    frame = rf'{re.escape(Path(__file__).name)}", line \d+ in describe_exception$'
     return re.search(frame, stack, re.MULTILINE) is not None
 
 

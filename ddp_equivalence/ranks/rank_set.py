@@ -41,6 +41,9 @@ from ddp_equivalence.ranks.user_modules import carried
 GRACE = 1.0
 """Seconds that the other ranks get after the first failure, to report what happened to them."""
 
+DESCRIBING = 5.0
+"""Seconds that a rank gets on top, if it is seen to describe what it has raised."""
+
 POLL_INTERVAL = 0.25
 """Seconds between two checks of how much output the ranks have written."""
 
@@ -129,7 +132,7 @@ def _failure(
 def _wait_for_exception(rank: RankProcess) -> RankEnd | None:
     """Wait for a rank that is about to report what it has raised."""
     with suppress(OSError):
-        rank.connection.poll(GRACE)
+        rank.connection.poll(DESCRIBING)
     message, end = _next_message(rank)
     if message is not None and message[0] == messages.RAISED:
         end = rank_process.raised(rank, message[1])

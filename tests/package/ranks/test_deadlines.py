@@ -90,6 +90,7 @@ class SlowMessage(Exception):
 
 
 def raises_slowly(model: nn.Module, shard: Any, rank: Rank) -> None:
+    dist.barrier()
     raise SlowMessage if rank.rank == 0 else ValueError("no such thing")
 
 
