@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
-    *("README.md", "CONTRIBUTING.md", "examples/README.md"),
+    *("README.md", "CONTRIBUTING.md", "examples/README.md", "docs/records/README.md"),
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 )
 FOLDERS = ("ddp_equivalence", "tests", "docs", "examples", "benchmarks", "ci")
