@@ -25,7 +25,7 @@ REASONS = {
 
 
 def markdown(results: list[Result]) -> str:
-    """The table of docs/observe.md."""
+    """The table of all scripts, which docs/observe.md sums up."""
     rows = [
         "| script | commit | what it is | verdict | cause | line | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- |",
