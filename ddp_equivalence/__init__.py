@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ddp_equivalence.case.case import Case
     from ddp_equivalence.case.errors import BadCase, SuiteBug
-    from ddp_equivalence.check_equivalence import assert_equivalent, check
+    from ddp_equivalence.checking.check import assert_equivalent, check
     from ddp_equivalence.faults.plant import planted
     from ddp_equivalence.observed_scripts.report import Observed
     from ddp_equivalence.observed_scripts.script_observation import observe
@@ -46,8 +46,8 @@ _MODULE_OF = {
     "RanksTimedOut": "ranks.failure",
     "SuiteBug": "case.errors",
     "Verdict": "report.verdict",
-    "assert_equivalent": "check_equivalence",
-    "check": "check_equivalence",
+    "assert_equivalent": "checking.check",
+    "check": "checking.check",
     "observe": "observed_scripts.script_observation",
     "planted": "faults.plant",
 }

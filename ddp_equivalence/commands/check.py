@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     from ddp_equivalence.case import build
-    from ddp_equivalence.check_equivalence import check
+    from ddp_equivalence.checking.check import check
     from ddp_equivalence.commands.user_file import load
 
     user_check = load(path, name)

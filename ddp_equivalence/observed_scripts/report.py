@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.check_equivalence import raise_unless_same
+from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, HELD, OWN, ObservedStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay

@@ -94,13 +94,13 @@ class Equivalence:
 
     @property
     def check(self) -> Callable[..., Verdict]:
-        from ddp_equivalence.check_equivalence import check
+        from ddp_equivalence.checking.check import check
 
         return check
 
     @property
     def assert_equivalent(self) -> Callable[..., Verdict]:
-        from ddp_equivalence.check_equivalence import assert_equivalent
+        from ddp_equivalence.checking.check import assert_equivalent
 
         return assert_equivalent
 

@@ -380,3 +380,30 @@ def without_dropout_lines(verdict: Verdict) -> list[Line]:
         return labelled(LABEL, f"different{numbers}: {causes}{'' if again.causes else ' cause'}")
     reason = f": {again.reason}" if again.outcome == "unknown" else ""
     return labelled(LABEL, f"{again.outcome}{numbers}{reason}")
+
+
+# Lines about a step that was judged on ranks with libraries of earlier checks, and on new ones.
+
+FRESH_RANKS = "Fresh ranks: "
+
+
+def fresh_ranks_text(verdict: Verdict) -> str:
+    """What came out on ranks that had run earlier checks, beside new ones; "" without both."""
+    if verdict.on_used_ranks is None:
+        return ""
+    kept = ", ".join(verdict.libraries_kept)
+    if verdict.on_used_ranks == verdict.outcome:
+        return (
+            f"{verdict.outcome} on them as well as on ranks that had already run earlier checks, "
+            f"where {kept} may have kept state."
+        )
+    return (
+        f"{verdict.outcome} on them, which counts; {verdict.on_used_ranks} on ranks that had "
+        f"already run earlier checks, where {kept} may have kept state."
+    )
+
+
+def fresh_ranks_lines(verdict: Verdict) -> list[Line]:
+    """The same as lines of a report."""
+    text = fresh_ranks_text(verdict)
+    return labelled(FRESH_RANKS, text) if text else []

@@ -12,6 +12,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.cause import (
     cause_lines,
+    fresh_ranks_lines,
     other_causes_lines,
     precision_lines,
     random_number_lines,
@@ -19,7 +20,6 @@ from ddp_equivalence.report.cause import (
 )
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.failure import failure_blocks
-from ddp_equivalence.report.judged_again import fresh_ranks_lines
 from ddp_equivalence.report.numbers import (
     expected_and_held_lines,
     parameters_lines,

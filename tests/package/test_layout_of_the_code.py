@@ -18,6 +18,7 @@ BUDGETS = {
     "": 660,
     "adapters": 320,
     "case": 3_270,
+    "checking": 680,
     "commands": 10_100,
     "comparison": 1_780,
     "diagnosis": 26_930,

@@ -15,7 +15,7 @@ IMPORTS = (
     "from ddp_equivalence import explain; explain.Setup",
     "from ddp_equivalence.reproduction import export",
     "import ddp_equivalence; ddp_equivalence.reproduction.export",
-    "import ddp_equivalence.check_equivalence\nfrom ddp_equivalence import check\ncheck.__code__",
+    "import ddp_equivalence.checking.check\nfrom ddp_equivalence import check\ncheck.__code__",
 )
 
 
@@ -51,5 +51,5 @@ def test_a_module_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delattr(ddp_equivalence, "check", raising=False)
     monkeypatch.setattr(ddp_equivalence, "import_module", fails)
-    with pytest.raises(ImportError, match="check_equivalence cannot be imported: torch has no"):
+    with pytest.raises(ImportError, match=r"checking\.check cannot be imported: torch has no"):
         exec("from ddp_equivalence import check")

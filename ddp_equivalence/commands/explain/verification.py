@@ -25,7 +25,7 @@ from ddp_equivalence.case.models.model import (
     SEQUENCE_LENGTH,
     VOCABULARY_SIZE,
 )
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.explain.arithmetic import explain
 from ddp_equivalence.commands.explain.explanation import (
     Explanation,

@@ -18,7 +18,7 @@ from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import NAMED_SIZES, split
 from ddp_equivalence.case.training import Compare, Steps
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.explore.drawing import (
     draw_different,
     integer,

@@ -17,7 +17,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.case.shards import OWN, explicit_sizes
 from ddp_equivalence.case.training import Steps
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.explore.drawing import (
     draw_different,
     integer,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted

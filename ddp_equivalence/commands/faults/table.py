@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import planted

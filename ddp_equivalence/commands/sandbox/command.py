@@ -181,7 +181,7 @@ def _single_run(problem: Problem, as_published: bool) -> int:
 
 def _print_named(problem: Problem) -> bool:
     """Print how the suite names the published script's mistake. True if it names the right one."""
-    from ddp_equivalence.check_equivalence import check
+    from ddp_equivalence.checking.check import check
     from ddp_equivalence.commands.sandbox.training import as_published, case_of
 
     verdict = check(case_of(problem), as_published, backend="gloo")

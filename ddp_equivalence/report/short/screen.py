@@ -16,8 +16,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import short_numbers
 from ddp_equivalence.diagnosis.repairs.find_repairs import lines_of_repairs
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.report.cause import random_number_text
-from ddp_equivalence.report.judged_again import LABEL, fresh_ranks_text
+from ddp_equivalence.report.cause import FRESH_RANKS, fresh_ranks_text, random_number_text
 from ddp_equivalence.report.short.held import (
     MOST_ROWS,
     cut,
@@ -317,7 +316,7 @@ def _notes(verdict: Verdict) -> Iterator[str]:
         again = verdict.without_dropout
         yield f"Without dropout: {'not judged' if again is None else again.outcome}."
     if fresh := fresh_ranks_text(verdict):
-        yield f"{LABEL}{fresh}"
+        yield f"{FRESH_RANKS}{fresh}"
     if not verdict.observed and verdict.why_not_watched and not verdict.repairs.found:
         yield f"No lines of code are known, because {verdict.why_not_watched}."
     if verdict.not_tried and verdict.analysis is not None:

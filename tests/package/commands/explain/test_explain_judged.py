@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.explain import Setup, explain, verification
 from ddp_equivalence.commands.explain.verification import (
     ExpectedResult,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.check_equivalence import check
+from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.sandbox import command, table, training
 from ddp_equivalence.commands.sandbox.table import ROWS, PublishedRow
 from ddp_equivalence.commands.sandbox.training import Problem, case_of, mended

@@ -2,7 +2,7 @@
 
 This is the whole flow on one page: the ranks run the step, this process computes the reference
 meanwhile, the gradients are compared while they arrive, ``vacuity`` asks whether the comparison
-could have failed, and a difference is explained. A module called ``check`` would hide the function.
+could have failed, and a difference is explained.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from typing import Unpack
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.random_state import restored_random_state
+from ddp_equivalence.checking.judged_again import (
+    judged_again,
+    judged_by_steps,
+    judged_on_fresh_ranks,
+    unless_right_in_own_precision,
+    will_be_judged_by_steps,
+)
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.diagnose import finding_of_wrong_collectives
@@ -62,13 +69,6 @@ from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.report import listeners
-from ddp_equivalence.report.judged_again import (
-    judged_again,
-    judged_by_steps,
-    judged_on_fresh_ranks,
-    unless_right_in_own_precision,
-    will_be_judged_by_steps,
-)
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.short.screen import defined_at
 from ddp_equivalence.report.verdict import NotEquivalent, NothingCompared, Verdict, failed, unknown

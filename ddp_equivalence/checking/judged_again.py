@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.build import build_whole_batch
 from ddp_equivalence.case.training import ClipCall, Compare
@@ -18,12 +17,7 @@ from ddp_equivalence.diagnosis.view import expected_of
 from ddp_equivalence.measurement.measure import at_work, measure, where_in_float32
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.report.text import Line, labelled
 from ddp_equivalence.report.verdict import Verdict, WrongStep
-
-if TYPE_CHECKING:
-    from ddp_equivalence.report.verdict import Verdict
-
 
 # Judges a step that trains at each step of its optimizer.
 #
@@ -337,8 +331,6 @@ def _also_in_float64(verdict: Verdict, request: Request, judge: Judge) -> Verdic
 # What an earlier check has left in a library, in the same processes, may change a verdict. New
 # ranks have nothing of an earlier check.
 
-LABEL = "Fresh ranks: "
-
 
 def judged_on_fresh_ranks(
     verdict: Verdict, request: Request, judge: Callable[[Request], Verdict]
@@ -358,25 +350,3 @@ def libraries_of_earlier_checks(verdict: Verdict) -> tuple[str, ...]:
     if verdict.failure is not None:
         return verdict.failure.libraries
     return tuple(sorted({name for one in verdict.evidence.values() for name in one.libraries}))
-
-
-def fresh_ranks_text(verdict: Verdict) -> str:
-    """What came out on ranks that had run earlier checks, beside new ones; "" without both."""
-    if verdict.on_used_ranks is None:
-        return ""
-    kept = ", ".join(verdict.libraries_kept)
-    if verdict.on_used_ranks == verdict.outcome:
-        return (
-            f"{verdict.outcome} on them as well as on ranks that had already run earlier checks, "
-            f"where {kept} may have kept state."
-        )
-    return (
-        f"{verdict.outcome} on them, which counts; {verdict.on_used_ranks} on ranks that had "
-        f"already run earlier checks, where {kept} may have kept state."
-    )
-
-
-def fresh_ranks_lines(verdict: Verdict) -> list[Line]:
-    """The same as lines of a report."""
-    text = fresh_ranks_text(verdict)
-    return labelled(LABEL, text) if text else []
