@@ -31,13 +31,12 @@ from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence, Work
-from ddp_equivalence.ranks import messages, pickling
+from ddp_equivalence.ranks import messages, pickling, user_modules
 from ddp_equivalence.ranks.environment import RERUN_VARIABLE
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.probe import probe_ranks_once
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_set import RankSet
-from ddp_equivalence.ranks.user_modules import carried
 from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
 from ddp_equivalence.reference import big_batch
 
@@ -180,7 +179,7 @@ def measure(
         output={rank: ranks.output(rank) for rank in sorted(evidence)},
         changed=dict(sorted(ranks.changed.items())),
         changes_error=_changes_error(ranks) if ranks.changed else None,
-        outdated=bool(ranks.not_compared) and carried.notice(ranks.not_compared),
+        outdated=bool(ranks.not_compared) and user_modules.notice(ranks.not_compared),
     )
     if not measurement.outdated and may_be_that_of_a_device(measurement.comparison, request):
         on_device = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.comparison.gradients import digest, gathered, update_of
 from ddp_equivalence.ranks.collectives import of_the_suite
-from ddp_equivalence.ranks.user_modules.carried import spec_of_finders_after
+from ddp_equivalence.ranks.user_modules import spec_of_finders_after
 
 if TYPE_CHECKING:
     from ddp_equivalence.measurement.on_rank import ParameterNames

@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -27,12 +27,11 @@ import cloudpickle
 import torch
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.ranks import module_contents
 from ddp_equivalence.ranks.importable import is_pickled_by_value, modules_pickled_by_value
+from ddp_equivalence.ranks.module_contents import CONSTANTS, Edit
 from ddp_equivalence.ranks.process_state import environment_variables, read_training_settings
-from ddp_equivalence.ranks.user_modules import carried, description
-from ddp_equivalence.ranks.user_modules.carried import Changes
-from ddp_equivalence.ranks.user_modules.description import CONSTANTS
-from ddp_equivalence.ranks.user_modules.difference import Edit
+from ddp_equivalence.ranks.user_modules import NO_CHANGES, Changes, changes_in
 
 # Tells within microseconds whether a function has changed since it was last pickled.
 #
@@ -227,7 +226,7 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
         list(sys.path), os.getcwd(), environment_variables(), read_training_settings()
     )
     work, found = (function, argument), _Found()
-    changes = carried.NO_CHANGES
+    changes = NO_CHANGES
     try:
         body = _pickle_body(work, changes, found)
         values = _dumps_by_value(tuple(body.by_value), found)
@@ -236,11 +235,11 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
             raise
         complete = False
     else:
-        changes = carried.changes(found.modules, found.codes)
+        changes = changes_in(found.modules, found.codes)
         complete = not changes.edits and changes.places.keys().isdisjoint(map(id, found.objects))
     while not complete:
         known = found.modules | found.codes
-        changes = carried.changes(found.modules, found.codes)
+        changes = changes_in(found.modules, found.codes)
         body = _pickle_body(work, changes, found)
         values = _pickle_with_edits(tuple(body.by_value), changes, found)
         complete = known >= found.modules | found.codes
@@ -259,8 +258,8 @@ def split(message: bytes) -> tuple[CallerState, bytes, bytes]:
     return parts
 
 
-def loads(by_value: bytes, body: bytes) -> tuple[Callable[..., Any], Any, dict[str, list[Edit]]]:
-    """The function, its argument, and the edits of each imported module of the user's."""
+def loads(by_value: bytes, body: bytes) -> tuple[Callable[..., Any], Any, list[Edit]]:
+    """The function, its argument, and the edits of the imported modules of the user."""
     values, edits = _Unpickler(BytesIO(by_value), ()).load()
     function, argument = _Unpickler(BytesIO(body), values).load()
     return function, argument, edits
@@ -285,10 +284,11 @@ class _Found:
         if kind is FunctionType and is_pickled_by_value(value):
             self.codes.add(value.__code__)  # type: ignore[attr-defined]  # it is a function
             return
-        step = description.PART, "__name__" if isinstance(value, ModuleType) else "__module__"
-        name = description.read_or_missing(value, (step,))
-        if isinstance(name, str):
-            self.modules.add(name)
+        with suppress(Exception):  # a property of the user may raise anything
+            named: Any = value
+            name = named.__name__ if isinstance(value, ModuleType) else named.__module__
+            if isinstance(name, str):
+                self.modules.add(name)
         if not isinstance(value, NAMED):
             self.objects.append(value)
 
@@ -343,7 +343,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> object:
         if isinstance(key, int):
             return self._by_value[key]
-        return description.resolve(key)
+        return module_contents.resolve(key)
 
 
 def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:
@@ -353,10 +353,10 @@ def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:
     try:
         key, identified = fingerprint(values, is_pickled_by_value)
     except NoFingerprint:
-        return _cloudpickle(values, carried.NO_CHANGES, found)
+        return _cloudpickle(values, NO_CHANGES, found)
     if key not in _cache:
         new = _Found()
-        _cache[key] = _cloudpickle(values, carried.NO_CHANGES, new), new, identified
+        _cache[key] = _cloudpickle(values, NO_CHANGES, new), new, identified
         while len(_cache) > MAX_CACHED:
             _cache.popitem(last=False)
     _cache.move_to_end(key)
@@ -367,7 +367,7 @@ def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:
     return data
 
 
-_NO_VALUES = pickle.dumps(((), {}))
+_NO_VALUES = pickle.dumps(((), []))
 
 
 def _pickle_with_edits(values: tuple[object, ...], changes: Changes, found: _Found) -> bytes:
@@ -375,10 +375,10 @@ def _pickle_with_edits(values: tuple[object, ...], changes: Changes, found: _Fou
     try:
         data = _cloudpickle(values, changes, found)
     except Exception:
-        _cloudpickle(values, replace(changes, edits={}), found)  # raises if it is not for an edit
+        _cloudpickle(values, replace(changes, edits=()), found)  # raises if it is not for an edit
         _raise_for_worst_edit(changes)
     if changes.edits and len(data) > MAX_EDITS:
-        without = _cloudpickle(values, replace(changes, edits={}), found)
+        without = _cloudpickle(values, replace(changes, edits=()), found)
         if len(data) - len(without) > MAX_EDITS:
             _raise_for_worst_edit(changes)
     return data
@@ -386,19 +386,18 @@ def _pickle_with_edits(values: tuple[object, ...], changes: Changes, found: _Fou
 
 def _raise_for_worst_edit(changes: Changes) -> NoReturn:
     """Raise BadCase for the first edit that cannot be pickled, or else for the largest."""
-    without = replace(changes, edits={})
+    without = replace(changes, edits=())
     sizes = {}
-    for module, edits in changes.edits.items():
-        for edit in edits:
-            name = description.text((module, *edit.steps))
-            try:
-                sizes[name] = len(_cloudpickle((edit.value,), without, _Found()))
-            except Exception as error:
-                right = (
-                    f"a value that can be pickled, since the module is not like this in a new "
-                    f"import; the ranks import {module}, and cannot be sent this: {error}"
-                )
-                raise BadCase("step", name, right) from error
+    for edit in changes.edits:
+        name = module_contents.text((*edit.path, edit.step))
+        try:
+            sizes[name] = len(_cloudpickle((edit.value,), without, _Found()))
+        except Exception as error:
+            right = (
+                f"a value that can be pickled, since the module is not like this in a new "
+                f"import; the ranks import {edit.path[0]}, and cannot be sent this: {error}"
+            )
+            raise BadCase("step", name, right) from error
     worst = max(sizes, key=sizes.__getitem__)
     right = (
         f"at most {MAX_EDITS >> 20} MB of what differs from a new import of the module; "

@@ -57,7 +57,7 @@ from ddp_equivalence.ranks.pickling import pickle_by_value_for_workers
 from ddp_equivalence.ranks.process_state import apply, left_running, libraries, replace_functions
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.server import release_server
-from ddp_equivalence.ranks.user_modules.carried import ModulesOfWork, watch
+from ddp_equivalence.ranks.user_modules import ModulesOfWork, watch
 
 # The main function of a rank's process: join the group, then work until told to stop.
 

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
-from ddp_equivalence.ranks import messages, pickling, process_state, process_tree, rank_process
+from ddp_equivalence.ranks import (
+    messages,
+    pickling,
+    process_state,
+    process_tree,
+    rank_process,
+    user_modules,
+)
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.deadlines import Deadline
 from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE, process_group_environment
@@ -31,7 +38,6 @@ from ddp_equivalence.ranks.process import OtherRanks, StartArguments, join_group
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_process import RankProcess
 from ddp_equivalence.ranks.server import empty_main_module, start_server
-from ddp_equivalence.ranks.user_modules import carried
 
 # Listens to all ranks at once until each of them has sent its last message.
 #
@@ -203,7 +209,7 @@ class RankSet:
         self.changed: dict[int, tuple[str, ...]] = {}
         self.not_compared: set[str] = set()
         self.libraries: set[str] = set()
-        self.modules_version = carried.version()
+        self.modules_version = user_modules.version()
         self.token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._collective_timeout = collective_timeout
         self._method = method

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ddp_equivalence.case.layouts import Layout, parse
-from ddp_equivalence.ranks import Rank, lanes, pickling
+from ddp_equivalence.ranks import Rank, lanes, pickling, user_modules
 from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.deadlines import one_at_a_time
 from ddp_equivalence.ranks.environment import process_group_environment
@@ -26,7 +26,6 @@ from ddp_equivalence.ranks.gpu_room import Lack, gpu_room, lack_of, processes_by
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, failed_starts, first_device
 from ddp_equivalence.ranks.rank_set import InProcessRankSet, RankSet
 from ddp_equivalence.ranks.server import start_method
-from ddp_equivalence.ranks.user_modules import carried
 
 # Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
 #
@@ -270,7 +269,7 @@ class IdleSets:
         rank_set = self._sets.pop((key, devices), None)
         if rank_set is None:
             return None
-        outdated = rank_set.modules_version != carried.version()
+        outdated = rank_set.modules_version != user_modules.version()
         if outdated or not rank_set.is_alive():  # a rank died while it was idle
             rank_set.broken = True
             rank_set.stop()

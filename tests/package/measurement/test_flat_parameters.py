@@ -15,7 +15,7 @@ WATCHES = {
 PROGRAM = """
 import sys
 from ddp_equivalence.measurement.whole_tensors import MODULE, FlatParameters
-from ddp_equivalence.ranks.user_modules.carried import ImportWatch
+from ddp_equivalence.ranks.user_modules import ImportWatch
 assert MODULE not in sys.modules
 recorded, watch = FlatParameters().recorded(), ImportWatch()
 {}

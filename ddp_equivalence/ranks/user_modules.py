@@ -1,4 +1,9 @@
-"""Brings the ranks' imports of the user's modules into the state in which the caller has them."""
+"""Brings the ranks' imports of the user's modules into the state in which the caller has them.
+
+A function of an importable module travels as its name, so a rank imports its module anew. What the
+caller has set there since the module was imported would be lost. So a fresh process imports the
+same modules, the caller compares its own with them, and sends what differs; the ranks apply it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing.connection import Connection
@@ -19,7 +24,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.ranks import process_state, process_tree
+from ddp_equivalence.ranks import module_contents, process_state, process_tree
 from ddp_equivalence.ranks.importable import (
     belongs_to_user,
     imported_user_modules,
@@ -27,32 +32,27 @@ from ddp_equivalence.ranks.importable import (
     is_user_module,
     spec_of,
 )
+from ddp_equivalence.ranks.module_contents import (
+    CLASS,
+    FUNCTION,
+    HELD,
+    KEPT,
+    Contents,
+    Difference,
+    Edit,
+    Kind,
+    Leaf,
+    Path,
+    Pickled,
+    Row,
+    Rows,
+)
 from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
 from ddp_equivalence.ranks.server import (
     empty_main_module,
     release_server,
     start_method,
     start_server,
-)
-from ddp_equivalence.ranks.user_modules import description, difference
-from ddp_equivalence.ranks.user_modules.description import (
-    CLASS,
-    FUNCTION,
-    KEPT,
-    MANY,
-    NAMED,
-    Description,
-    Node,
-    Path,
-    describe,
-)
-from ddp_equivalence.ranks.user_modules.difference import (
-    CONTENTS,
-    DELETE,
-    SET_IT,
-    Difference,
-    Edit,
-    differences,
 )
 from ddp_equivalence.ranks.workers import children_allowed
 
@@ -78,20 +78,15 @@ class Request:
 
 @dataclass(frozen=True)
 class FreshImport:
-    """``description``: of the modules, those first that others import. ``failed``: name -> error.
+    """``rows``: of the modules, those first that others import. ``failed``: name -> error.
 
-    ``variables``: those environment variables that were read during the imports, and their values.
-    ``alone``: what each module held when its own import was complete.
+    ``alone``: what each module held when its own import was complete. Where it is something else, a
+    later import has changed the module, as it does a registry of functions.
     """
 
-    description: Description
+    rows: Rows
     failed: Mapping[str, str]
-    variables: Mapping[str, str | None]
-    alone: Mapping[str, Node]
-
-    def one_fills_another(self) -> bool:
-        """True if a later import changed a module, as it does a registry of functions."""
-        return any(self.alone.get(name) != node for name, node in self.description.nodes.items())
+    alone: Rows
 
 
 def import_freshly(request: Request) -> FreshImport | None:
@@ -143,7 +138,7 @@ def _main(request: Request, sender: Connection) -> None:
     sys.path[:] = request.import_path
     with suppress(OSError):
         os.chdir(request.working_folder)
-    watch, alone = ImportWatch(), Description()
+    watch, alone = ImportWatch(), Contents()
 
     def describe_alone(module: ModuleType) -> None:
         if module.__name__ in request.described and is_user_module(module):
@@ -151,36 +146,17 @@ def _main(request: Request, sender: Connection) -> None:
 
     watch.after_each = describe_alone
     watch.start()
-    read: dict[str, str | None] = {}
     failed: dict[str, str] = {}
-    _record_reads(read)
     for name in request.names:
         try:
             import_module(name)
         except BaseException as error:  # SystemExit too
             failed[name] = f"{type(error).__name__}: {error}"
-    variables = dict(read)
     modules = [sys.modules[name] for name in watch.imported if name in request.described]
-    description = describe([module for module in modules if is_user_module(module)])
-    sender.send(FreshImport(description, failed, variables, alone.nodes))
+    contents = Contents(filter(is_user_module, modules))
+    sender.send(FreshImport(contents.rows, failed, alone.rows))
     sender.close()
     os._exit(0)
-
-
-def _record_reads(read: dict[str, str | None]) -> None:
-    """From now on, note which environment variables are read, and their values."""
-
-    class Environment(type(os.environ)):  # type: ignore[misc]
-        def __getitem__(self, name: str) -> str:
-            try:
-                value: str = super().__getitem__(name)
-            except KeyError:
-                read[name] = None
-                raise
-            read[name] = value
-            return value
-
-    os.environ.__class__ = Environment
 
 
 # Finds what the caller has changed in the user's modules since they were imported.
@@ -191,17 +167,17 @@ MAX_KNOWN = 64
 
 @dataclass(frozen=True)
 class Changes:
-    """``edits``: module -> the edits that make a fresh import like the caller's module.
+    """``edits``: what makes a fresh import like the caller's modules.
 
     ``compared``: the modules that were compared. ``failed``: module -> why it could not be imported
     for that. ``places``: the id of an object -> the path at which a fresh import has it too.
     ``sent``: the ids of the objects that edits put into the modules. ``imports``: what a rank must
-    import, in this order, so that its modules are those of the fresh import.
+    import, in this order, before anything is unpickled.
     """
 
     compared: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
-    edits: Mapping[str, list[Edit]] = field(default_factory=dict)
+    edits: Sequence[Edit] = ()
     places: Mapping[int, Path] = field(default_factory=dict)
     sent: frozenset[int] = frozenset()
     imports: Sequence[str] = ()
@@ -209,18 +185,11 @@ class Changes:
 
 NO_CHANGES = Changes()
 
+_known: OrderedDict[object, tuple[FreshImport, Mapping[str, object]]] = OrderedDict()
+"""(Modules, environment) -> their fresh import, and the files that it has read."""
 
-@dataclass(frozen=True)
-class _Known:
-    """A fresh import, and the files of its modules at that time."""
-
-    fresh: FreshImport
-    files: Mapping[str, object]
-
-
-_known: OrderedDict[frozenset[str], _Known] = OrderedDict()
-_versions: dict[str, tuple[object, Node | None]] = {}
-"""Module -> its file and its node after its own import, in the latest fresh one."""
+_versions: dict[str, tuple[object, object]] = {}
+"""Module -> its file and its rows after its own import, in the latest fresh one."""
 
 _version = 0
 
@@ -233,7 +202,7 @@ def version() -> int:
     return _version
 
 
-def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
+def changes_in(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
     """What the caller has changed in these modules, and in all that they import.
 
     ``codes``: more code that runs on the ranks, and may import modules. Raises BadCase for a change
@@ -251,19 +220,13 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
         fresh = _freshly_imported(frozenset(names), modules)
         if fresh is None:
             return NO_CHANGES  # the ranks cannot import them either, and will say why
-        present = fresh.description
-        now = describe([modules[name] for name in present.nodes if name in modules])
-        found = differences(wanted=now, present=present)
-        named = {name for one in found if one.wanted for name in _named(one.wanted)}
-        more = _mentioned(now.functions, modules) | (named & modules.keys())
-        if more <= names | present.nodes.keys():
-            imports = [name for name in modules if name in names - fresh.failed.keys()]
-            return replace(
-                _changes(found, now),
-                failed=fresh.failed,
-                imports=imports if fresh.one_fills_another() else (),
-            )
-        names |= more - present.nodes.keys()
+        now = Contents(modules[name] for name in fresh.rows if name in modules)
+        found = list(module_contents.differences(wanted=now.rows, present=fresh.rows))
+        words = {word for one in found for word in _words_of(one.wanted, now.rows, set())}
+        more = _mentioned(now.codes, modules) | (words & modules.keys())
+        if more <= names | fresh.rows.keys():
+            return _changes(found, now, fresh, [name for name in modules if name in names])
+        names |= more - fresh.rows.keys()
 
 
 def notice(imported: Iterable[str]) -> bool:
@@ -273,59 +236,66 @@ def notice(imported: Iterable[str]) -> bool:
     """
     new = set(imported) & imported_user_modules().keys()
     _noticed.update(new)
-    return bool(new and changes(new, ()).edits)
+    return bool(new and changes_in(new, ()).edits)
 
 
 _noticed: set[str] = set()
 
 
-def _named(node: Node) -> Iterator[str]:
-    """The names of modules whose functions and objects it holds, and which may put it there."""
-    kind, what, children = node
-    if kind == NAMED and isinstance(what, tuple):
-        yield from what
-    elif isinstance(what, str):
-        yield what.rpartition(".")[0]
-    for _, child in children:
-        yield from _named(child)
+def _words_of(leaf: Any, rows: Rows, seen: set[Path]) -> Iterator[str]:
+    """All words in the description of an object, among them the modules that may have made it."""
+    if isinstance(leaf, str):
+        yield leaf
+    elif isinstance(leaf, tuple):
+        for part in leaf:
+            yield from _words_of(part, rows, seen)
+        if leaf[:1] == (HELD,) and leaf[1] not in seen:
+            seen.add(leaf[1])
+            row: Row = rows[leaf[1][0]][leaf[1]]
+            for held in row.items.values():
+                yield from _words_of(held, rows, seen)
 
 
-def _changes(found: Iterable[Difference], now: Description) -> Changes:
-    edits: dict[str, list[Edit]] = {}
-    replaced: set[Path] = set()
+def _changes(
+    found: Iterable[Difference], now: Contents, fresh: FreshImport, names: Sequence[str]
+) -> Changes:
+    """``names``: what the fresh process imported, in this order."""
+    edits: list[Edit] = []
     for one in found:
-        module = sys.modules[one.path[0]]
-        value = description.read_or_missing(module, one.path[1:]) if one.action != DELETE else None
-        if not _can_travel(one, value, now):
+        if one.wanted is None:
+            edits.append(Edit(one.path, one.step, deletes=True))
             continue
-        if one.action == CONTENTS:
-            value = description.contents(value)
-        plain = one.wanted is not None and one.wanted[0] == MANY
-        if plain:  # pickled with all else, each of its constants would take a microsecond
-            value = pickle.dumps(value, protocol=5)
-        edit = Edit(one.path[1:], one.action, value, plain)
-        edits.setdefault(one.path[0], []).append(edit)
-        if one.action != DELETE:
-            replaced.add(one.path)
-    places = now.places
-    if replaced:
-        contents = {path for path in replaced if _is_refilled(path, edits)}
-        places = {
-            place: path
-            for place, path in places.items()
-            if not replaced.intersection(description.prefixes(path)) or path in contents
-        }
-    sent = frozenset(now.places.keys() - places.keys())
-    return Changes(frozenset(now.nodes), edits=edits, places=places, sent=sent)
+        module = sys.modules[one.path[0]]
+        value = module_contents.read(module, (*one.path[1:], one.step))
+        if _can_travel(one, value, module):
+            if module_contents.is_long(value):
+                value = Pickled(pickle.dumps(value, protocol=5))
+            edits.append(Edit(one.path, one.step, value))
+    places = {
+        number: path
+        for number, path in now.places.items()
+        if (row := fresh.rows[path[0]].get(path)) and row.about == now.rows[path[0]][path].about
+    }
+    edited = {edit.path[0] for edit in edits}
+    if all(fresh.alone.get(name) == rows for name, rows in fresh.rows.items()):
+        names = []  # none fills another, so the order in which they are imported does not matter
+    return Changes(
+        compared=frozenset(now.rows),
+        failed=fresh.failed,
+        edits=edits,
+        places=places,
+        sent=frozenset(now.places.keys() - places.keys()),
+        imports=[
+            name
+            for name in dict.fromkeys((*names, *fresh.rows))
+            if name in {*names, *edited} - fresh.failed.keys()
+        ],
+    )
 
 
-def _is_refilled(path: Path, edits: Mapping[str, list[Edit]]) -> bool:
-    return any(one.steps == path[1:] and one.action == CONTENTS for one in edits[path[0]])
-
-
-def _can_travel(one: Difference, value: Any, now: Description) -> bool:
+def _can_travel(one: Difference, value: Any, module: ModuleType) -> bool:
     """False for what is no change of the caller's. Raises BadCase for what cannot be sent."""
-    module = sys.modules[one.path[0]]
+    path = (*one.path, one.step)
     if _is_stale(one, value, module):
         if type(module.__loader__) is not SourceFileLoader:
             return False  # a loader such as pytest's changes the code of what it imports
@@ -333,39 +303,39 @@ def _can_travel(one: Difference, value: Any, now: Description) -> bool:
             f"the code in {module.__file__}, which the ranks import; the file is no longer what "
             "this process has imported: reload the module, or start again"
         )
-        raise BadCase("step", description.text(one.path), right)
-    if one.wanted is not None and one.wanted[0] == KEPT:
-        if _is_private_to_a_library(one.path, module):
+        raise BadCase("step", module_contents.text(path), right)
+    about = _about(one.wanted)
+    if about and about[0] == KEPT:
+        if _is_private_to_a_library(path, module):
             return False
         right = (
             f"a value that can be pickled, since the module is not like this in a new import; "
             f"the ranks import {module.__name__}, and cannot be sent this {type(value).__name__}"
         )
-        raise BadCase("step", description.text(one.path), right)
+        raise BadCase("step", module_contents.text(path), right)
     return True
+
+
+def _about(leaf: Leaf | None) -> tuple[Any, ...]:
+    return leaf[2] or () if leaf is not None and leaf[0] == HELD else ()
 
 
 def _is_stale(one: Difference, value: Any, module: ModuleType) -> bool:
     """True if the module's own function or class has other code than in a fresh import."""
-    if one.action != SET_IT or one.wanted is None or one.present is None:
+    wanted, present = _about(one.wanted), _about(one.present)
+    if not wanted or wanted == present or wanted[:3] != present[:3]:  # kind, module and name
         return False
-    kinds = {one.wanted[0], one.present[0]}
-    same_name = (
-        isinstance(one.wanted[1], tuple)
-        and isinstance(one.present[1], tuple)
-        and (one.wanted[1][:2] == one.present[1][:2])
-    )
-    if kinds == {FUNCTION} and isinstance(value, FunctionType):
-        return same_name and value.__code__.co_filename == module.__file__
-    return kinds == {CLASS} and same_name and value.__module__ == module.__name__
+    if wanted[0] == FUNCTION and isinstance(value, FunctionType):
+        return value.__code__.co_filename == module.__file__
+    return bool(wanted[0] == CLASS) and value.__module__ == module.__name__
 
 
 def _is_private_to_a_library(path: Path, module: ModuleType) -> bool:
     """True for a private attribute of an object whose class belongs to an installed package."""
     kind, name = path[-1]
-    if kind not in (description.FIELD, description.SLOT) or not str(name).startswith("_"):
+    if kind not in (Kind.FIELD, Kind.SLOT) or not str(name).startswith("_"):
         return False
-    owner = description.read_or_missing(module, path[1:-1])
+    owner = module_contents.read(module, path[1:-1])
     return type(owner).__module__.partition(".")[0] not in {
         one.partition(".")[0] for one in imported_user_modules()
     }
@@ -375,44 +345,37 @@ def _freshly_imported(
     names: frozenset[str], modules: Mapping[str, ModuleType]
 ) -> FreshImport | None:
     """What a fresh import of these modules gives, as found now or earlier."""
-    global _version
-    known = _known.get(names)
-    if known is not None and _is_up_to_date(known, modules):
-        _known.move_to_end(names)
-        return known.fresh
+    environment = environment_variables()
+    ignored = tuple(map(os.fsencode, IGNORED_VARIABLES))
+    variables = {item for item in environment.items() if not item[0].startswith(ignored)}
+    key = names, frozenset(variables)
     files = {name: _file(module) for name, module in modules.items()}
-    fresh = import_freshly(
-        Request(
-            names=[name for name in modules if name in names],  # as this process imported them
-            described=frozenset(modules),
-            import_path=list(sys.path),
-            working_folder=os.getcwd(),
-            environment=environment_variables(),
-        )
+    fresh, read = _known.get(key, (None, {}))
+    if fresh is not None and all(files.get(name, file) == file for name, file in read.items()):
+        _known.move_to_end(key)
+        _note_versions(fresh, read)
+        return fresh
+    request = Request(
+        names=[name for name in modules if name in names],  # as this process imported them
+        described=frozenset(modules),
+        import_path=list(sys.path),
+        working_folder=os.getcwd(),
+        environment=environment,
     )
-    if fresh is None:
-        return None
-    described = {name: files[name] for name in fresh.description.nodes}
-    _known[names] = _Known(fresh, described)
-    while len(_known) > MAX_KNOWN:
-        _known.popitem(last=False)
-    for name in fresh.description.nodes:
-        before = _versions.get(name)
-        _versions[name] = files[name], fresh.alone.get(name)
-        if before is not None and before != _versions[name]:
-            _version += 1
+    fresh = import_freshly(request)
+    if fresh is not None:
+        _known[key] = fresh, {name: files[name] for name in fresh.rows}
+        while len(_known) > MAX_KNOWN:
+            _known.popitem(last=False)
+        _note_versions(*_known[key])
     return fresh
 
 
-def _is_up_to_date(known: _Known, modules: Mapping[str, ModuleType]) -> bool:
-    for name, file in known.files.items():
-        if name in modules and _file(modules[name]) != file:
-            return False
-    return all(
-        os.environ.get(name) == value
-        for name, value in known.fresh.variables.items()
-        if not name.startswith(IGNORED_VARIABLES)
-    )
+def _note_versions(fresh: FreshImport, files: Mapping[str, object]) -> None:
+    global _version
+    for name, file in files.items():
+        before, _versions[name] = _versions.get(name), (file, fresh.alone.get(name))
+        _version += before not in (None, _versions[name])
 
 
 def _file(module: ModuleType) -> object:
@@ -488,47 +451,46 @@ class ImportWatch:
         spec = spec_of_finders_after(self, name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             if belongs_to_user(spec.origin or ""):
-                self._watch(spec.loader)
+                _replace_exec(spec.loader, self._import_of_user)
             elif is_in_installation_folder(spec.origin or ""):
-                self._watch_library(spec.loader)
+                _replace_exec(spec.loader, self._import_of_library)
         return spec
 
-    def _watch_library(self, loader: Any) -> None:
+    def _import_of_library(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
         """What an import of an installed package changes in the process is no step's change."""
-        load = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            if self._in_library:
+        if self._in_library:
+            load(module)
+            return
+        self._in_library = True
+        try:
+            with process_state.changed_by_import():
                 load(module)
-                return
-            self._in_library = True
-            try:
-                with process_state.changed_by_import():
-                    load(module)
-            finally:
-                self._in_library = False
+        finally:
+            self._in_library = False
 
-        loader.exec_module = exec_module
+    def _import_of_user(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self._depth += 1
+        try:
+            load(module)
+            if module.__name__ in self.imported:
+                self.imported.remove(module.__name__)
+            self.imported.append(module.__name__)
+            self.after_each(module)
+        finally:
+            self._depth -= 1
+        if self._depth == 0 and self.after_import is not None:
+            self.after_import()
 
-    def _watch(self, loader: Any) -> None:
-        load = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the module keeps its loader
-            self._depth += 1
-            try:
-                load(module)
-                if module.__name__ in self.imported:
-                    self.imported.remove(module.__name__)
-                self.imported.append(module.__name__)
-                self.after_each(module)
-            finally:
-                self._depth -= 1
-            if self._depth == 0 and self.after_import is not None:
-                self.after_import()
+def _replace_exec(loader: Any, run: Callable[[Any, ModuleType], None]) -> None:
+    """Let ``run`` execute the module, once; the module keeps its loader as it was."""
+    load = loader.exec_module
 
-        loader.exec_module = exec_module
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        run(load, module)
+
+    loader.exec_module = exec_module
 
 
 # Gives a rank the user's modules as the caller has them, for the time of one piece of work.
@@ -545,25 +507,22 @@ class ModulesOfWork:
     what the modules held after the last work, so that they need not be described again.
     """
 
-    known = Description()
+    known = Contents()
 
     def __init__(self, compared: frozenset[str], failed: Mapping[str, str]) -> None:
         self.not_compared: tuple[str, ...] = ()
-        self._compared = compared
-        self._failed = failed
-        self._working = self._imports_while_working = False
-        self._edits: Mapping[str, list[Edit]] = {}
-        self._undo: dict[str, Callable[[], None]] = {}
-        self._before = Description()
+        self._compared, self._failed = compared, failed
+        self._before = Contents()
+        self._edited = self._imports = False
 
-    def begin(self, edits: Mapping[str, list[Edit]]) -> None:
-        """Edit the modules that are imported now, and each other one as soon as it is imported."""
-        self._edits = edits
-        if not edits and ModulesOfWork.known.nodes.keys() >= set(self._imported()):
-            self._before = ModulesOfWork.known  # else an import may have changed earlier ones
-        ModulesOfWork.known = Description()
-        self._after_import()
-        self._working = True
+    def begin(self, edits: Sequence[Edit]) -> None:
+        """Edit the modules, all of which are imported by now."""
+        self._before, ModulesOfWork.known = ModulesOfWork.known, Contents()
+        if self._before.rows.keys() != set(self._imported()):
+            self._before = self._contents()  # an import may have changed earlier modules
+        self._refuse(self._before.rows)
+        self._edited = bool(edits)
+        module_contents.apply(edits)
         watch.after_import = self._after_import
 
     def end(self) -> bool:
@@ -572,55 +531,37 @@ class ModulesOfWork:
         Returns False if that cannot be done.
         """
         watch.after_import = None
-        restored = self._restore()
-        for undo in reversed(self._undo.values()):
+        ModulesOfWork.known, after = self._before, self._contents()
+        if self._imports:  # perhaps one of them has filled a registry, which must stay as it is
+            return not self._edited and after.rows == self._before.rows
+        if self._edited or after.rows != self._before.rows:
             try:
-                undo()
-            except Exception:  # the work may have left anything in place of what was edited
-                restored = False
-        if not self._undo:
-            ModulesOfWork.known = self._before
-        return restored
+                self._before.put_back()
+            except Exception:  # the work may have left anything in place of what was there
+                return False
+            after = self._contents()
+        return after.rows == self._before.rows
 
     def _after_import(self) -> None:
-        new = [name for name in self._imported() if name not in self._before.nodes]
-        for name in self._failed.keys() & set(new):
-            raise RuntimeError(
-                f"{name} can be imported on a rank, but not in a process that is no rank "
-                f"({self._failed[name]}), so it is not known what your process has changed in it"
-            )
-        if self._working:
-            self._imports_while_working |= bool(new)
-            self.not_compared += tuple(name for name in new if name not in self._compared)
-        for name in new:
-            if name in self._edits:
-                module = sys.modules[name]
-                self._undo[name] = difference.apply(module, self._edits[name])
+        new = [name for name in self._imported() if name not in self._before.rows]
+        self._refuse(new)
+        self._imports |= bool(new)
+        self.not_compared += tuple(name for name in new if name not in self._compared)
         for name in new:
             self._before.add(sys.modules[name])
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._failed:
+                raise RuntimeError(
+                    f"{name} can be imported on a rank, but not in a process that is no rank "
+                    f"({self._failed[name]}), so it is not known what your process has changed in "
+                    "it"
+                )
 
     def _imported(self) -> list[str]:
         names = watch.imported  # a module may have put another object in its own place
         return [name for name in names if isinstance(sys.modules.get(name), ModuleType)]
 
-    def _restore(self) -> bool:
-        if not self._before.nodes:
-            return True
-        modules = [sys.modules.get(name) for name in self._before.nodes]
-        after = describe([module for module in modules if module is not None])
-        if after.nodes == self._before.nodes:
-            return True
-        if self._imports_while_working:
-            return False  # perhaps an import has filled a registry, which must stay as it is
-        try:
-            changed = difference.differences(wanted=self._before, present=after)
-            by_module: dict[str, list[Edit]] = {}
-            for one in changed:
-                edit = difference.from_description(one)
-                by_module.setdefault(one.path[0], []).append(edit)
-            for name, edits in by_module.items():
-                difference.apply(sys.modules[name], edits)
-        except Exception:
-            return False
-        again = describe([sys.modules[name] for name in self._before.nodes])
-        return again.nodes == self._before.nodes
+    def _contents(self) -> Contents:
+        return Contents(sys.modules[name] for name in self._imported())
