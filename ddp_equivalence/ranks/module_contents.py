@@ -58,7 +58,9 @@ CONSTANT, NAMED, GROUP, HELD = "constant", "named", "group", "held"
 FUNCTION, CLASS, KEPT = "function", "class", "kept"
 """What ``about`` begins with for some objects. ``KEPT``: one that cannot be pickled."""
 
-CONSTANTS = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype))
+CONSTANTS: frozenset[type] = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype)
+)
 
 DESCRIPTORS = (staticmethod, classmethod, property)
 
