@@ -10,21 +10,18 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_equivalence.commands.sandbox.table import RANKS
 from ddp_equivalence.commands.sandbox.training import SAMPLES, Problem, closed_form, train
 
 EXPERIMENTS = 1000
 """The number of experiments behind each dot. The 99.9 % interval is smaller than the dot, except at
 the largest batches."""
 
-BASE_LR, BASE_BATCH = 1e-3, 16
-"""At this batch size the three ways to scale the learning rate all give this learning rate."""
+RANKS = 8
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#b0b0b0"
 """Colours that people with any colour vision can tell apart.
@@ -32,50 +29,21 @@ BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#b0b0b0"
 Source: Okabe, Ito, Color universal design, 2008.
 """
 
-
-@dataclass(frozen=True)
-class Curve:
-    """The weight over one epoch, for one or more published rows in which it moves the same way.
-
-    ``single``: the batch size of the row on one process; None if there is no such row. ``multi``:
-    whether there is a row on ranks with 16 examples each.
-    """
-
-    label: str
-    colour: str
-    lr: float
-    single: int | None
-    multi: bool
-    width: float = 1.5
-
-
 CURVES = (
-    Curve("lr 0.001, batch 128", BLUE, 1e-3, 128, True),
-    Curve("lr 0.0028284, batch 128", GREEN, 2.8284e-3, None, True),
-    Curve("lr 0.001, batch 16", GREY, 1e-3, 16, False, width=5.0),  # another curve lies on it
-    Curve("lr 0.008, batch 128", ORANGE, 8e-3, None, True),
+    ("lr 0.001, batch 128", BLUE, 1e-3, [(128, 1), (16, RANKS)]),
+    ("lr 0.0028284, batch 128", GREEN, 2.8284e-3, [(16, RANKS)]),
+    ("lr 0.001, batch 16", GREY, 1e-3, [(16, 1)]),  # another curve lies on it
+    ("lr 0.008, batch 128", ORANGE, 8e-3, [(16, RANKS)]),
 )
-"""The curves of the nine published rows."""
+"""Label, colour and learning rate of the published rows, and the batch sizes and ranks of those in
+which the weight moves the same way."""
 
-
-@dataclass(frozen=True)
-class Scaling:
-    """How the learning rate follows from the effective batch size."""
-
-    label: str
-    colour: str
-    lr: Callable[[int], float]
-
-
-def _square_root(batch: int) -> float:
-    return BASE_LR * math.sqrt(batch / BASE_BATCH)
-
-
-SCALINGS = (
-    Scaling("linear: lr 0.001 × batch / 16", ORANGE, lambda batch: BASE_LR * batch / BASE_BATCH),
-    Scaling("square root: lr 0.001 × √(batch / 16)", GREEN, _square_root),
-    Scaling("fixed lr 0.001", BLUE, lambda batch: BASE_LR),
+SCALINGS: tuple[tuple[str, str, Callable[[int], float]], ...] = (
+    ("linear: lr 0.001 × batch / 16", ORANGE, lambda batch: 1e-3 * batch / 16),
+    ("square root: lr 0.001 × √(batch / 16)", GREEN, lambda batch: 1e-3 * math.sqrt(batch / 16)),
+    ("fixed lr 0.001", BLUE, lambda batch: 1e-3),
 )
+"""How the learning rate follows from the effective batch size; at batch 16 all give 0.001."""
 
 
 def draw(folder: Path, seed: int = 0) -> tuple[Path, ...]:
@@ -86,9 +54,8 @@ def draw(folder: Path, seed: int = 0) -> tuple[Path, ...]:
     folder.mkdir(parents=True, exist_ok=True)
     import_module("matplotlib").use("agg")
     pyplot = import_module("matplotlib.pyplot")
-    style = {"font.size": 10, "axes.titlesize": 11, "svg.hashsalt": "sandbox"}
     paths = folder / "weight.svg", folder / "variance.svg"
-    with pyplot.rc_context(style):
+    with pyplot.rc_context({"font.size": 10, "axes.titlesize": 11, "svg.hashsalt": "sandbox"}):
         for path, make in zip(paths, (_weight, _variance), strict=True):
             figure = make(pyplot, seed)
             figure.savefig(path, metadata={"Date": None})  # the same data gives the same file
@@ -98,94 +65,66 @@ def draw(folder: Path, seed: int = 0) -> tuple[Path, ...]:
 
 def _weight(pyplot: Any, seed: int) -> Any:
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
-    for axes, deterministic in zip(panels, (True, False), strict=True):
-        for curve in CURVES:
-            # No published row runs this curve without noise.
-            if not (deterministic and curve.colour == GREEN):
-                _draw_curve(axes, curve, deterministic, seed)
-        _tidy(axes)
+    for axes, noise in zip(panels, (False, True), strict=True):
+        for label, colour, lr, runs in CURVES:
+            if colour == GREEN and not noise:
+                continue  # no published row runs this curve without noise
+            problems = [_problem(lr, batch, ranks, noise, seed) for batch, ranks in runs]
+            seen = range(0, SAMPLES + 1, problems[0].effective_batch)
+            width = 5.0 if colour == GREY else 1.5
+            path = closed_form(problems[0]).path
+            axes.plot(seen, path, color=colour, linewidth=width, label=label)
+            for problem in problems:
+                axes.plot(seen, train(problem).path, **_marker(problem.ranks, colour))
         axes.set(xlabel="samples seen in the epoch", xticks=range(0, SAMPLES + 1, 64))
         axes.set_xlim(-8, SAMPLES + 8)
     panels[0].set(ylabel="weight w (no unit)", title="Without noise")
     panels[1].set(title=f"With noise, mean of {EXPERIMENTS:,} experiments")
-    dot, ring = _handles(pyplot)
-    handles, labels = panels[1].get_legend_handles_labels()
-    panels[0].legend([dot, ring], ["single process", f"multi: {RANKS} ranks"], frameon=False)
-    panels[1].legend(handles, labels, frameon=False, title="line: closed form", loc="lower left")
+    _finish(panels[0])
+    _finish(panels[1], loc="lower left")
     return figure
-
-
-def _draw_curve(axes: Any, curve: Curve, deterministic: bool, seed: int) -> None:
-    problems = []
-    if curve.single is not None:
-        problems.append(_problem(curve.lr, curve.single, 1, deterministic, seed))
-    if curve.multi:
-        problems.append(_problem(curve.lr, 16, RANKS, deterministic, seed))
-    for number, problem in enumerate(problems):
-        seen = range(0, SAMPLES + 1, problem.effective_batch)
-        if number == 0:
-            expected = closed_form(problem).path
-            axes.plot(seen, expected, color=curve.colour, linewidth=curve.width, label=curve.label)
-        axes.plot(seen, train(problem).path, linestyle="", **_marker(problem, curve.colour))
 
 
 def _variance(pyplot: Any, seed: int) -> Any:
     figure, axes = pyplot.subplots(figsize=(7.6, 5), layout="constrained")
     sizes = [2**power for power in range(9)]
-    for scaling in SCALINGS:
-        of_ranks: dict[int, list[float]] = {1: [], RANKS: []}
-        expected = []
-        for size in sizes:
-            problem = _problem(scaling.lr(size), size, 1, False, seed)
-            expected.append(closed_form(problem).variance)
-            of_ranks[1].append(train(problem).variance)
-        reached = [size for size in sizes if size >= RANKS]
-        for size in reached:
-            problem = _problem(scaling.lr(size), size // RANKS, RANKS, False, seed)
-            of_ranks[RANKS].append(train(problem).variance)
-        axes.plot(sizes, expected, color=scaling.colour, linewidth=1.5, label=scaling.label)
-        for ranks, places in ((1, sizes), (RANKS, reached)):
-            style = _marker(_problem(BASE_LR, 1, ranks, False, seed), scaling.colour)
-            axes.plot(places, of_ranks[ranks], linestyle="", **style)
-    _tidy(axes)
+    for label, colour, lr in SCALINGS:
+        for ranks in (1, RANKS):
+            reached = [size for size in sizes if size >= ranks]
+            problems = [_problem(lr(size), size // ranks, ranks, True, seed) for size in reached]
+            if ranks == 1:
+                expected = [closed_form(problem).variance for problem in problems]
+                axes.plot(sizes, expected, color=colour, linewidth=1.5, label=label)
+            found = [train(problem).variance for problem in problems]
+            axes.plot(reached, found, **_marker(ranks, colour))
     axes.set(xscale="log", yscale="log", title="Variance of all update steps of an epoch")
     axes.set(xlabel="effective batch size (samples per update, all ranks)")
     axes.set(ylabel="variance of the update steps (units of w²)")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-    dot, ring = _handles(pyplot)
-    handles, labels = axes.get_legend_handles_labels()
-    labels = [*labels, "single process", f"multi: {RANKS} ranks"]
-    axes.legend([*handles, dot, ring], labels, frameon=False, title="line: closed form")
+    _finish(axes)
     return figure
 
 
-def _problem(lr: float, batch: int, ranks: int, deterministic: bool, seed: int) -> Problem:
-    return Problem(
-        lr=lr,
-        batch_size=batch,
-        ranks=ranks,
-        deterministic=deterministic,
-        n_experiments=1 if deterministic else EXPERIMENTS,
-        seed=seed,
-    )
+def _problem(lr: float, batch: int, ranks: int, noise: bool, seed: int) -> Problem:
+    experiments = EXPERIMENTS if noise else 1
+    fields = {"deterministic": not noise, "n_experiments": experiments, "seed": seed}
+    return Problem(lr=lr, batch_size=batch, ranks=ranks, **fields)  # type: ignore[arg-type]
 
 
-def _marker(problem: Problem, colour: str) -> dict[str, Any]:
+def _marker(ranks: int, colour: str) -> dict[str, Any]:
     """A dot for one process, a ring around it for ranks."""
-    if problem.ranks == 1:
-        return {"marker": "o", "markersize": 4, "color": colour if colour != GREY else "#333333"}
-    return {"marker": "o", "markersize": 9, "color": colour, "markerfacecolor": "none"}
+    style = {"linestyle": "", "marker": "o"}
+    if ranks == 1:
+        return style | {"markersize": 4, "color": colour if colour != GREY else "#333333"}
+    return style | {"markersize": 9, "color": colour, "markerfacecolor": "none"}
 
 
-def _handles(pyplot: Any) -> tuple[Any, ...]:
-    problems = _problem(BASE_LR, 1, 1, True, 0), _problem(BASE_LR, 1, RANKS, True, 0)
-    return tuple(
-        pyplot.Line2D([], [], linestyle="", **_marker(problem, "#333333")) for problem in problems
-    )
-
-
-def _tidy(axes: Any) -> None:
+def _finish(axes: Any, **legend: Any) -> None:
+    """The grid, and a legend that says what lines, dots and rings are."""
+    for ranks, label in ((1, "single process"), (RANKS, f"multi: {RANKS} ranks")):
+        axes.plot([], [], label=label, **_marker(ranks, "#333333"))
+    axes.legend(frameon=False, title="line: closed form", **legend)
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

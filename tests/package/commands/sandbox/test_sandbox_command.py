@@ -1,113 +1,98 @@
-"""``ddp-equivalence sandbox`` as its user types it."""
+"""``ddp-equivalence sandbox``: its figures agree, and a wrong one among them is noticed."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ddp_equivalence import Rank
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.checking.check import check
-from ddp_equivalence.commands.sandbox import command, table, training
-from ddp_equivalence.commands.sandbox.table import ROWS, PublishedRow
-from ddp_equivalence.commands.sandbox.training import Problem, case_of, mended
-from tests.package.commands.sandbox.test_neurons_side_by_side import dies_on_rank_1
-
-ROOT = Path(__file__).parents[4]
+from ddp_equivalence.commands.sandbox import command, table
+from ddp_equivalence.commands.sandbox.table import ROWS, FinishedRun, run_problem
+from ddp_equivalence.commands.sandbox.training import (
+    Problem,
+    TrainingResult,
+    case_of,
+    closed_form,
+    loss,
+    train,
+)
 
 pytestmark = pytest.mark.self_check
 
-FEW = "--n_experiments=200"
-NOISE = ("--deterministic", "False")
+NOISE = "--deterministic False --n_experiments 200"
 
 
-def run(*arguments: str) -> int:
+def run(line: str) -> int:
     """The command on ranks that stay warm for the next test."""
     parser = argparse.ArgumentParser()
     command.add(parser.add_subparsers())
-    return command.run(parser.parse_args(["sandbox", *arguments]))
-
-
-def test_single_prints_both_figures_and_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
-    spelled = "--lr 1e-3 --batch_size 16 --n_epochs 1 --deterministic False --n_experiments 1000"
-    assert run("single", *spelled.split()) == 0
-    text = capsys.readouterr().out
-    assert "16 steps; 1,000 experiments" in text
-    assert text.count("   agree") == 3
-
-
-def test_dashes_are_the_same_and_without_noise_one_experiment_is_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = "--lr 1e-3 --batch-size 128 --n-epochs 2 --deterministic TRUE"
-    assert run("single", *options.split()) == 0
-    text = capsys.readouterr().out
-    assert "4 steps; 1 experiment, no noise" in text
-    assert "0.996000" in text
+    return command.run(parser.parse_args(["sandbox", *line.split()]))
 
 
 @pytest.mark.parametrize(
-    ("published", "w"),
+    ("line", "says"),
     [
-        ("single --lr 1e-3 --batch_size 128", "0.9980"),
-        ("multi --lr 1e-3 --batch_size 16", "0.9980"),
-        ("single --lr 1e-3 --batch_size 16", "0.9840"),
-        ("multi --lr 8e-3 --batch_size 16", "0.9840"),
+        ("single", "single 0.0001 16 1 0.99840 0.99840 0 0 agree"),
+        ("single --lr 1e-3 --batch_size 128", "0.99800 0.99800 0 0 agree"),
+        ("multi --lr 1e-3 --batch_size 16", "0.99800 0.99800 0 0 agree"),
+        ("single --lr 1e-3 --batch_size 16", "0.98400 0.98400 0 0 agree"),
+        ("multi --lr 8e-3 --batch_size 16", "0.98400 0.98400 0 0 agree"),
+        (
+            "single --lr 1e-3 --batch-size 128 --n-epochs 2 --deterministic TRUE",
+            "0.99600 0.99600 0 0 agree",
+        ),
+        (f"single --lr 1e-3 {NOISE}", "single 0.001 16 200 0.98"),
+        (f"multi --ranks 2 --batch_size 64 {NOISE}", "multi 0.0001 64 x 2 200 0.99981 0.99981"),
     ],
 )
-def test_published_command_lines_without_noise_give_the_published_weight(
-    published: str, w: str, capsys: pytest.CaptureFixture[str]
+def test_the_published_command_lines_agree_with_the_closed_form(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*published.split()) == 0
-    text = capsys.readouterr().out
-    assert "1 experiment, no noise" in text
-    assert f"{w}00" in text
-
-
-def test_the_defaults_are_those_of_the_published_script(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run("single") == 0
-    assert "batch 16, lr 0.0001, 1 epoch" in capsys.readouterr().out
-
-
-def test_multi_says_that_all_ranks_hold_the_same_weights(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run("multi", "--ranks", "2", "--batch_size", "64", *NOISE, FEW) == 0
-    assert "all 2 ranks hold the same weights" in capsys.readouterr().out
+    assert run(line) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert says in text
+    assert " agree" in text
+    shows_nothing = "That the ranks agree shows nothing" in text
+    assert shows_nothing == (line.startswith("multi") and "False" not in line)
 
 
 def test_as_published_the_ranks_differ_and_the_suite_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run("multi", "--as-published", *NOISE, FEW) == 1
+    assert run(f"multi --as-published {NOISE}") == 1
     text = capsys.readouterr().out
-    of_variance = next(line for line in text.splitlines() if "all update steps" in line)
-    of_deviation = next(line for line in text.splitlines() if "deviation of w" in line)
-    assert of_variance.endswith("   agree")
-    assert of_deviation.endswith("DO NOT AGREE")
+    assert "  DIFFER\n  deviation: " in text
+    assert "variance:" not in text
     assert "DIFFERENT weights at the end, in 100.0% of the experiments" in text
     assert "different: as_published" in text
     assert "[raw_module_called]" in text
 
 
 def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:
+    def mended(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        loss(ddp, shard).backward()
+
     case = case_of(Problem(lr=1e-3, batch_size=16, ranks=8))
     assert check(case, mended, backend="gloo").outcome == "same"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("line", "field"),
     [
         ("", "sandbox"),
         ("single --table", "sandbox"),
         ("single --deterministic maybe", "deterministic"),
-        ("single --deterministic 0", "deterministic"),
         ("single --ranks 2", "ranks"),
         ("multi --ranks 1", "ranks"),
         ("multi --batch_size 33", "batch_size"),
@@ -115,77 +100,127 @@ def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:
         ("--table --lr 1e-3", "lr"),
         ("single --json out.json", "json"),
         ("--table --json /nowhere/at/all/out.json", "json"),
-        ("--table --json .", "json"),
         ("single --lr 1e200", "lr"),
+        ("single --lr 0.3 --batch_size 1 --deterministic False", "lr"),
         ("single --n_experiments 1000000000000", "n_experiments"),
         ("--table --seed -1", "seed"),
     ],
 )
-def test_options_that_cannot_be_right_are_refused_by_name(arguments: str, field: str) -> None:
+def test_options_that_cannot_be_right_are_refused_by_name(line: str, field: str) -> None:
     with pytest.raises(BadCase) as caught:
-        run(*arguments.split())
+        run(line)
     assert caught.value.field == field
 
 
-def interrupted_in(row: int) -> Callable[..., table.FinishedRow]:
-    run_row, begun = table.run_row, []
+def test_without_scipy_it_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[sandbox\]'"):
+        run("--table")
+    assert capsys.readouterr().out == ""
 
-    def instead(*arguments: object) -> table.FinishedRow:
-        begun.append(arguments)
-        if len(begun) == row:
-            raise KeyboardInterrupt
-        return run_row(ROWS[0])
 
-    return instead
+@pytest.fixture(scope="module")
+def done() -> list[FinishedRun]:
+    """The table with the same effective batches on fewer ranks, which start sooner."""
+    rows = [
+        replace(row, problem=replace(row.problem, ranks=2, batch_size=64))
+        if row.problem.ranks > 1
+        else row
+        for row in ROWS
+    ]
+    return [run_problem(row.problem, row) for row in rows]
+
+
+def test_all_published_rows_agree(
+    done: list[FinishedRun],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    assert [one.wrong for one in done] == [()] * 9
+    again = iter(done)
+    monkeypatch.setattr(table, "run_problem", lambda *_: next(again))
+    path = tmp_path / "rows.json"
+    assert run(f"--table --json {path}") == 0
+    text = capsys.readouterr().out
+    assert text.count("  agree\n") == 9
+    assert "9 of 9 published rows agree" in text
+    assert max(map(len, text.splitlines())) <= 100
+    written = json.loads(path.read_text())
+    assert (written["rows_done"], len(written["rows"])) == (9, 9)
+    assert len(written["rows"][2]["agreements"]) == 5
 
 
 def test_an_interrupted_table_keeps_the_rows_that_are_done(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(table, "run_row", interrupted_in(row=4))
+    first, left = run_problem(ROWS[0].problem, ROWS[0]), [1, 2, 3]
+
+    def interrupted(*_: object) -> FinishedRun:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return first
+
+    monkeypatch.setattr(table, "run_problem", interrupted)
     path = tmp_path / "rows.json"
-    try:
-        code = run("--table", "--json", str(path))
-    except KeyboardInterrupt:  # it would end all tests
-        pytest.fail("the interruption got out, and with it the rows")
-    assert code == 130
-    text = capsys.readouterr().out
-    assert text.count("single ") == 3
-    assert "interrupted: 3 of 9 rows done" in text
-    written = json.loads(path.read_text())
-    assert (written["interrupted"], written["rows_done"], len(written["rows"])) == (True, 3, 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(f"--table --json {path}")
+    assert json.loads(path.read_text())["rows_done"] == 3
 
 
-def test_a_table_with_a_row_that_does_not_agree_ends_with_1(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def wrong_in(result: TrainingResult, row: table.PublishedRow) -> list[str]:
+    found = table.with_closed_form(result, closed_form(row.problem))
+    return [one.what for one in (*found, *table.with_published(result, row)) if not one.holds]
+
+
+@pytest.fixture(scope="module")
+def right() -> TrainingResult:
+    return train(ROWS[2].problem)
+
+
+@pytest.mark.parametrize("factor", [1.1, 1 / 1.1])
+def test_a_variance_that_is_wrong_by_a_tenth_is_refused(
+    right: TrainingResult, factor: float
 ) -> None:
-    run_row, first = table.run_row, ROWS[0]
-    wrong = PublishedRow(first.mode, first.problem, "0.9970", "0")
-    monkeypatch.setattr(table, "run_row", lambda *_: run_row(wrong))
+    assert wrong_in(right, ROWS[2]) == []
+    mean = right.steps.mean()
+    off = TrainingResult(right.weights, mean + (right.steps - mean) * factor**0.5)
+    assert wrong_in(off, ROWS[2])[0] == "variance"
+
+
+def test_a_weight_that_is_off_by_a_hundred_thousandth_is_refused(right: TrainingResult) -> None:
+    assert wrong_in(TrainingResult(right.weights + 1e-5, right.steps), ROWS[2]) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"variance": "9.2e-09"}, "published variance"),
+        ({"variance": "7.6e-09"}, "published variance"),
+        ({"w": "0.9982"}, "published w"),
+    ],
+)
+def test_a_published_figure_that_is_wrong_is_refused(
+    right: TrainingResult, change: dict[str, str], what: str
+) -> None:
+    assert wrong_in(right, replace(ROWS[2], **change)) == [what]  # type: ignore[arg-type]
+
+
+def test_a_wrong_row_without_noise_is_refused_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(table, "ROWS", (replace(ROWS[0], w="0.9981", variance="1e-09"),))
     assert run("--table") == 1
-    assert "does not agree: published w" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "  DIFFER\n  published w: 9.9810e-01 is not in" in text
+    assert "published variance: 1.0000e-09 is not in 0.0000e+00 .. 0.0000e+00" in text
 
 
-def test_a_rank_that_fails_is_blamed_without_a_traceback_of_ours(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "multi", partial(training.multi, on_each_rank=dies_on_rank_1))
-    assert run("multi", "--ranks=2", FEW) == 3
-    errors = capsys.readouterr().err
-    assert "Root cause: rank 1 (node 0, local rank 1) RuntimeError: the noise ran out" in errors
-    assert "rank_set.py" not in errors
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
-    """Let the sandbox find every package but one."""
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == hidden else name)
-
-
-@pytest.mark.parametrize("arguments", ["single", "multi --ranks 2", "--table"])
-def test_without_scipy_what_needs_intervals_is_refused_before_anything_runs(
-    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hide(monkeypatch, "scipy")
-    with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[sandbox\]'"):
-        run(*arguments.split())
-    assert capsys.readouterr().out == ""
+def test_ranks_that_differ_do_not_agree_whatever_the_figures(done: list[FinishedRun]) -> None:
+    weights = done[3].result.weights.copy()
+    weights[1, 0] = np.nextafter(weights[1, 0], 2)
+    apart = replace(done[3], result=TrainingResult(weights, done[3].result.steps))
+    assert apart.wrong == ("ranks differ",)
