@@ -1,8 +1,8 @@
 """The decorator that makes a test a claim of docs/claims.md.
 
 The first paragraph of the test's docstring is what people say, and the second is the answer; both
-are on the page. What follows stands beside what was measured, in docs/claims_measured.md. The test
-adds what it measured to ``table`` and asserts it. ``fails_when`` changes one rule that the answer
+are on the page. What follows explains the figures. The test adds these to ``table``, which is
+written to figures.md, and asserts them. ``fails_when`` changes one rule that the answer
 rests on; ``test_every_claim_can_fail.py`` checks that the claim fails then. ``sources.py`` says
 where people say it, and ``test_conditions.py`` attacks the condition with random set-ups.
 
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass
 class Table:
-    """The table of a claim on the page. Its figures must be the same in every run."""
+    """The table of a claim in figures.md. Its figures must be the same in every run."""
 
     rows: list[Mapping[str, str]] = field(default_factory=list)
 
@@ -78,11 +78,6 @@ class Claim:
     def answer(self) -> str:
         """What is true, and why, in a few sentences."""
         return self._text.split("\n\n")[1]
-
-    @property
-    def more(self) -> str:
-        """What stands beside the measured figures."""
-        return "\n\n".join(self._text.split("\n\n")[2:])
 
     @property
     def sources(self) -> tuple[Source, ...]:

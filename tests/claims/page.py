@@ -1,6 +1,6 @@
-"""The pages of the claims in docs/, which the claims' tests write and are compared with.
+"""docs/claims.md, and the figures beside the tests, which the claims' tests write and are held to.
 
-``UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly`` writes it anew. Read the difference before
+``UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly`` writes both anew. Read the difference before
 you commit it.
 """
 
@@ -18,11 +18,10 @@ import pytest
 if TYPE_CHECKING:
     from tests.claims.claim import Claim
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "claims.md"
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 """What people say, whether it is true, and why: the page to send to a colleague."""
 
-MEASURED = DOCS / "claims_measured.md"
+FIGURES = Path(__file__).with_name("figures.md")
 """What the tests measured, and what would make each of them fail."""
 
 MOST_WORDS = 5000
@@ -47,8 +46,12 @@ TOPICS = (
 )
 """The modules with claims, in the order of the page."""
 
-INTRODUCTION = Path(__file__).with_name("introduction.md")
-"""The top of the page, with the summary."""
+INTRODUCTIONS = {
+    PAGE: Path(__file__).with_name("introduction.md").read_text(),
+    FIGURES: "# Figures of the claims\n\nThe tests write this file. The docstring of each explains "
+    "the columns.\n",
+}
+"""The top of either page; that of the first has the summary."""
 
 
 def claims() -> Iterator[Claim]:
@@ -64,14 +67,14 @@ def check_or_write(claim: Claim, rows: Sequence[Mapping[str, str]]) -> None:
     """Fail if the pages do not show what this claim says and measured; with UPDATE_GOLDEN write
     them.
     """
-    for path, text in ((PAGE, section(claim)), (MEASURED, measured_section(claim, rows))):
+    for path, text in ((PAGE, section(claim)), (FIGURES, figures_of(claim, rows))):
         if os.environ.get("UPDATE_GOLDEN"):
             _write(path, claim, text)
             continue
-        on_page = sections(path.read_text()).get(_key(claim), "")
+        on_page = sections(path.read_text()).get(claim.name, "")
         if on_page != text:
             pytest.fail(
-                f"docs/{path.name} does not show this claim.\n--- the page\n{on_page}\n"
+                f"{path.name} does not show this claim.\n--- the page\n{on_page}\n"
                 f"--- this claim\n{text}\nIf the new figures are right: "
                 "UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly",
                 pytrace=False,
@@ -88,53 +91,48 @@ def section(claim: Claim) -> str:
             f'<a id="{claim.name}"></a>',
             f"### “{claim.statement.rstrip('.')}”",
             "",
-            f"**{verdict}.** {answer} ([measured]({MEASURED.name}#{claim.name}); {sources})",
+            f"**{verdict}.** {answer} "
+            f"([figures](../tests/claims/{FIGURES.name}#{claim.name}); {sources})",
         ]
     )
 
 
-def measured_section(claim: Claim, rows: Sequence[Mapping[str, str]]) -> str:
-    """The section of the other page: more on a claim, the figures, and how to repeat them."""
+def figures_of(claim: Claim, rows: Sequence[Mapping[str, str]]) -> str:
+    """The section of the other page: the figures of a claim, and what would make its test fail."""
     return "\n".join(
         [
             f'<a id="{claim.name}"></a>',
-            f"### [“{claim.statement.rstrip('.')}”]({PAGE.name}#{claim.name})",
+            f"### {claim.name}",
             "",
-            *([claim.more, ""] if claim.more else []),
             *_table(rows),
             "",
-            f'Repeat: `pytest "tests/claims/{claim.topic}.py::{claim.name}"`; '
-            f"it fails when {claim.fails_when.says}.",
+            f"It fails when {claim.fails_when.says}.",
         ]
     )
 
 
 def sections(text: str) -> dict[str, str]:
-    """The sections on a page, by the key of the claim."""
-    keys_and_sections = re.findall(r"<!-- (\S+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL)
-    return dict(keys_and_sections)
-
-
-def whole(path: Path, by_key: Mapping[str, str]) -> str:
-    """The page with these sections, in order."""
-    introduction = Path(__file__).with_name(
-        "introduction.md" if path == PAGE else "introduction_measured.md"
+    """The sections on a page, by the name of the claim."""
+    section_of = re.compile(
+        r'^(<a id="(\w+)"></a>\n.*?)\n(?=\n<a id|\n## |\Z)', re.DOTALL | re.MULTILINE
     )
-    lines = [introduction.read_text()]
+    return {name: found for found, name in section_of.findall(text)}
+
+
+def whole(path: Path, by_name: Mapping[str, str]) -> str:
+    """The page with these sections, in order."""
+    lines = [INTRODUCTIONS[path]]
     for topic in TOPICS:
-        title, _, more = (_module(topic).__doc__ or "").strip().partition("\n\n")
-        lines += [f"## {title.rstrip('.')}\n", *([more + "\n"] if more and path != PAGE else [])]
-        lines += [
-            f"<!-- {key} -->\n{by_key[key]}\n<!-- end -->\n"
-            for key in (_key(claim) for claim in claims() if claim.topic == topic)
-            if key in by_key
-        ]
+        title = (_module(topic).__doc__ or "").strip().partition("\n\n")[0]
+        lines.append(f"## {title.rstrip('.')}\n")
+        names = (claim.name for claim in claims() if claim.topic == topic)
+        lines += [f"{by_name[name]}\n" for name in names if name in by_name]
     return "\n".join(lines)
 
 
 def _write(path: Path, claim: Claim, text: str) -> None:
-    by_key = sections(path.read_text()) if path.exists() else {}
-    path.write_text(whole(path, by_key | {_key(claim): text}))
+    by_name = sections(path.read_text()) if path.exists() else {}
+    path.write_text(whole(path, by_name | {claim.name: text}))
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -143,10 +141,6 @@ def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     yield "|" + "---|" * len(columns)
     for row in rows:
         yield f"| {' | '.join(row.get(name, '') for name in columns)} |"
-
-
-def _key(claim: Claim) -> str:
-    return f"{claim.topic}.{claim.name}"
 
 
 def _module(topic: str) -> Any:

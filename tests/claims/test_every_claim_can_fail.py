@@ -22,11 +22,11 @@ def test_the_claim_fails_when_its_rule_is_changed(claim: Claim) -> None:
 
 
 @pytest.mark.skipif("UPDATE_GOLDEN" in os.environ, reason="the pages are being written")
-@pytest.mark.parametrize("path", [page.PAGE, page.MEASURED], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [page.PAGE, page.FIGURES], ids=lambda path: path.name)
 def test_the_page_has_every_claim_and_no_other(path: Path) -> None:
     text = path.read_text()
     sections = page.sections(text)
-    assert list(sections) == [f"{claim.topic}.{claim.name}" for claim in page.claims()]
+    assert list(sections) == [claim.name for claim in page.claims()]
     assert text == page.whole(path, sections)
 
 

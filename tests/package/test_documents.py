@@ -50,6 +50,26 @@ def test_every_link_of_a_document_leads_to_a_file(document: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_heading_that_a_link_names_exists(document: str) -> None:
+    links = re.findall(r"\]\(([^)#]*)#([^)]+)\)", (ROOT / document).read_text(encoding="utf-8"))
+    missing = {
+        f"{page}#{heading}"
+        for page, heading in links
+        if page.endswith(".md") or not page
+        if heading not in _headings((ROOT / document).parent / page if page else ROOT / document)
+    }
+    assert not missing
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page: those that it writes out, and its headings as GitHub spells them."""
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    spelt = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    return spelt | set(re.findall(r'<a id="(\w+)">', text))
+
+
 def test_every_test_that_contributing_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
     assert named
