@@ -51,7 +51,13 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.vacuity import NearestFault, nearest_fault
-from ddp_equivalence.diagnosis.view import View, first_wrong_step, left_same_bits, with_measurement
+from ddp_equivalence.diagnosis.view import (
+    ObservedStep,
+    View,
+    first_wrong_step,
+    left_same_bits,
+    with_measurement,
+)
 from ddp_equivalence.diagnosis.whereabouts import parting
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import where_without_view
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_to_edit, with_one_rank
@@ -84,7 +90,11 @@ class Analysis:
     def look_further(self) -> None:
         """Where no cause was seen happening: run the step on one rank as well, and edited."""
         best = self.findings[0] if self._has_cause else None
-        if self.view is not None and one_rank_shows_more(best):
+        if self.view is None:
+            view = self._view_without_gradients
+            if view is not None:
+                self._beside = parting.beside_one_rank(view, self._request)
+        elif one_rank_shows_more(best):
             self._beside = parting.beside_one_rank(self.view, self._request)
             self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
             best = self.findings[0] if self._has_cause else None
@@ -182,6 +192,15 @@ class Analysis:
         return seen and parting.asking_one_rank(seen, self._request)
 
     @cached_property
+    def _view_without_gradients(self) -> View | None:
+        """The only step, with what the ranks were seen to do, where gradients are missing."""
+        missing = self.measurement is not None and bool(self.measurement.comparison.structure)
+        if not missing or self._request.step_count > 1 or not self.observed:
+            return None
+        view = self._view_of_step(0)
+        return view and replace(view, observed=ObservedStep(view.setting, self.observed))
+
+    @cached_property
     def why_no_view(self) -> str:
         """Why no hypothesis can be fitted to the difference; "" if one can."""
         if self.measurement is not None and self.measurement.comparison.structure:
@@ -231,9 +250,10 @@ class Analysis:
             return Localisation()
         if self.view is None:
             structure, why = self.measurement.comparison.structure, self.why_not_watched
-            before = self._view_of_step if structure and self._request.step_count == 1 else None
-            right = self._expected.reference.expected
-            where = where_without_view(self.observed, right, before, why, self.why_no_view)
+            right, view = self._expected.reference.expected, self._view_without_gradients
+            where = where_without_view(self.observed, right, view, why, self.why_no_view)
+            if self._beside is not None and where is not None and view is not None:
+                where = with_one_rank(where, self._beside, view)
             if structure or not self._later_weights_are_wrong:
                 return Localisation(whereabouts=where)
             return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)

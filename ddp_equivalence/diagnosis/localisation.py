@@ -27,7 +27,7 @@ from ddp_equivalence.diagnosis.time_left import (
 )
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts, unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import ignores_the_loss, with_one_rank
 from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.measurement.request import Request
@@ -287,12 +287,12 @@ def findings_beside_one_rank(
 ) -> tuple[Finding, ...]:
     """The findings, once the step has run on one rank.
 
-    A method that computes the loss in its own way explains any wrong factor. A wrong count gets the
-    lines that compute it, if one rank computes it as well.
+    A backward method that ignores how the loss is scaled explains any wrong factor. A wrong count
+    gets the lines that compute it, if one rank computes it as well.
     """
     if not findings or not findings[0].accepted or beside is None:
         return findings
-    if beside.deaf:
+    if ignores_the_loss(beside, view):
         return tuple(replace(one, accepted=False) for one in findings)
     best, *others = findings
     return (_with_lines_of_the_count(best, view, beside), *others)

@@ -52,11 +52,10 @@ from ddp_equivalence.measurement.draws import (
 )
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, collective_call, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, StateLog, WeightWatch
-from ddp_equivalence.measurement.graph_watch import GraphLines, LossTerms, LossWatch
+from ddp_equivalence.measurement.graph_watch import GraphLines, LossWatch
 from ddp_equivalence.measurement.lines import (
     Handler,
     LineTracer,
-    LocalTensors,
     TensorOrigins,
     code_of,
     merged_handlers,
@@ -69,7 +68,7 @@ from ddp_equivalence.measurement.whole_tensors import (
     ranks_of,
     sharding_functions,
 )
-from ddp_equivalence.ranks.collectives import Issued, issued_so_far, listening, some_are_pending
+from ddp_equivalence.ranks.collectives import Issued, issued_so_far, listening
 
 # Records the calls of a step that matter for its gradients, and the lines that made them.
 
@@ -99,10 +98,8 @@ class CallWatch:
         self._gradients = GradientWatch(model, sample)
         self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
-        self._terms = LossTerms(self._names, self.calls)
         self._in_vain: dict[CodeLine, int] = {}
         self._temporaries = TemporaryResults()
-        self._locals = LocalTensors()
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         torchs = TorchCalls(self._record, self._names).handlers()
@@ -123,7 +120,6 @@ class CallWatch:
         self.step = self.further.step = number
         self.backwards = 0
         self.events.begin_step()
-        self._terms.begin_step()
 
     def trace(self, modules: ModuleWatch) -> Trace:
         """The values on the way. ``modules``: has watched the modules of the same model."""
@@ -134,7 +130,6 @@ class CallWatch:
             complete=modules.complete and self._states.complete,
             lines_run=self._tracer.lines_run,
             times_run=self._tracer.times_run,
-            local_tensors=tuple(self._locals.found),
         )
 
     @contextmanager
@@ -144,7 +139,6 @@ class CallWatch:
             listening(self._on_issue, self._on_wait),
             randperm_recorded(self._on_shuffle),
             self._tracer.tracing(running),
-            self.events.cuts.watching(),
         ):
             yield
         self._note_changes(None, by_value=True)
@@ -189,8 +183,6 @@ class CallWatch:
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
         self.further.backward(roots)
-        self._terms.backward()
-        self.events.cuts.backward(roots)
         made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
         self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at, callers=callers_of(frame))
         self.backwards += 1
@@ -219,7 +211,6 @@ class CallWatch:
     def _on_loss(self, line: CodeLine, value: float, node: Any) -> None:
         if self._is_recorded():
             self._append(Kind.LOSS, (line, line), value=value, what=node.name())
-            self._terms.add(len(self.calls) - 1, node)
 
     def _on_shuffle(self, frame: FrameType, what: str, seed: float | None) -> None:
         self._record(Kind.SHUFFLE, frame, value=seed, what=what)
@@ -241,7 +232,6 @@ class CallWatch:
         way = {"made_at": self.further.origin_of(issued.tensors), "callers": callers_of(frame)}
         self._record(Kind.COLLECTIVE, frame, collective=collective, **way)
         issued.call = len(self.calls) - 1
-        self._locals.forget()
         if not self._tracer.paused:
             self._temporaries.add(issued, frame)
 
@@ -260,8 +250,6 @@ class CallWatch:
             if in_vain < MOST_IN_VAIN:
                 found = self._losses.after_line(line, frame, returned)
                 self._in_vain[line] = 0 if found else in_vain + 1
-        if self.backwards and not some_are_pending():
-            self._locals.after(frame, line, returned, self.step)
 
     def _result_is_gone(self, number: int) -> None:
         call = self.calls[number]

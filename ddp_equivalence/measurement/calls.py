@@ -562,6 +562,8 @@ class Operation:
     a gradient. ``in_backward``: it ran inside a backward pass. ``numbers``: of Python, by which it
     multiplied or divided. ``loses_gradient``: it talks to other ranks, and autograd knows nothing
     of it, although a tensor that it was given was computed from one that requires a gradient.
+    ``required``: which of the tensors that it was given require a gradient; ``leaves``: which of
+    them are leaves of autograd's graph. ``recorded``: False where gradients were turned off.
     """
 
     name: str
@@ -575,6 +577,9 @@ class Operation:
     in_backward: bool = False
     numbers: tuple[float, ...] = ()
     loses_gradient: bool = False
+    required: tuple[bool, ...] = ()
+    leaves: tuple[bool, ...] = ()
+    recorded: bool = True
 
     @property
     def after(self) -> frozenset[int]:
@@ -583,24 +588,12 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class DeafBackward:
-    """A backward method of the user's own returned gradients that were computed without the one
-    that it was given, although that is not 1. ``name``: the class of the function. ``inputs``: the
-    numbers of the inputs that got them, from 0.
-    """
-
-    name: str
-    inputs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Operations:
     """All operations of a step, in their order.
 
     ``results``: the name of a gradient, or of an update -> the operation that wrote it last, and
     ``left``: the number of its value. ``complete``: False if there were too many operations to
-    record them all. ``deaf``: the backward methods of the user's own that returned gradients which
-    do not depend on the one that they were given.
+    record them all.
     """
 
     operations: tuple[Operation, ...]
@@ -608,7 +601,6 @@ class Operations:
     results: Mapping[str, int]
     left: Mapping[str, int]
     complete: bool
-    deaf: tuple[DeafBackward, ...] = ()
 
 
 # Values that a watched step had on its way: outputs of modules, and gradients after each change.
@@ -642,8 +634,7 @@ class ModuleCall:
     backward had begun before. ``line``: the line that called it, of the user's code. ``given`` and
     ``returned``: the first tensor of floating-point numbers in each; None if there is none.
     ``order``: (when it began, when it ended), counted over all modules. ``training``: its mode.
-    ``with_gradients``: False if it was called where gradients are turned off,
-    ``off_at``: by this line, if it is known.
+    ``with_gradients``: False if it was called where gradients are turned off.
     """
 
     name: str
@@ -656,7 +647,6 @@ class ModuleCall:
     order: tuple[int, int]
     training: bool
     with_gradients: bool = True
-    off_at: CodeLine | None = None
 
 
 @dataclass(frozen=True)
@@ -672,22 +662,6 @@ class GradientState:
 
 
 @dataclass(frozen=True)
-class LocalTensor:
-    """Some elements of a tensor that a line of the user's code has made or changed.
-
-    ``name``: that the code has for it, such as ``flat``, ``parts[0]`` or ``self.buffer``; "" for
-    what the line returned. ``values``: as bytes of float64, at equal distances. ``elements``: so
-    many it has in all.
-    """
-
-    step: int
-    line: CodeLine
-    name: str
-    values: bytes
-    elements: int
-
-
-@dataclass(frozen=True)
 class Trace:
     """``module_calls`` in the order in which they ended, and ``states`` in their order.
 
@@ -695,7 +669,6 @@ class Trace:
     check. ``complete``: False if something was left out, since there was too much of it.
     ``lines_run``: each line of the user's code that ran, in the order in which they ran first -> a
     number that says in which order they ran last. ``times_run``: how often each of them began.
-    ``local_tensors``: in the order in which lines made them, once a backward pass had run.
     """
 
     module_calls: tuple[ModuleCall, ...] = ()
@@ -704,7 +677,6 @@ class Trace:
     complete: bool = True
     lines_run: Mapping[CodeLine, int] | None = None
     times_run: Mapping[CodeLine, int] | None = None
-    local_tensors: tuple[LocalTensor, ...] = ()
 
 
 def thinned(values: Tensor, most: int) -> Tensor:

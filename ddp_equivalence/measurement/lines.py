@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 import linecache
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,15 +14,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_equivalence.measurement.calls import (
     CodeLine,
-    LocalTensor,
     is_users,
     line_at,
-    packed,
-    thinned,
 )
 
 # Follows the lines of the user's code while a step runs, and the calls of chosen functions.
@@ -36,9 +32,6 @@ MOST_LINES = 20_000
 
 MOST_RETURNED = 8
 """So many scalars are remembered with the line that returned them."""
-
-COMPILER = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
-"""Calls of compiled functions pass through this file."""
 
 Handler = Callable[[FrameType], object]
 """Gets the frame of a function that begins."""
@@ -59,8 +52,7 @@ class LineTracer:
     ``after_line`` is called after each line of the user's code, except in functions that are called
     while ``paused`` is true. ``values`` is called then too, but only once the next line of the same
     function begins, or the function returns; and where a function begins. ``on_event`` is told of
-    every "call", "line" and "return" in the user's code, with what is returned. ``around_compiler``
-    gets the frame of a function of torch's compiler that begins, and gives what follows it.
+    every "call", "line" and "return" in the user's code, with what is returned.
     """
 
     def __init__(
@@ -77,7 +69,6 @@ class LineTracer:
         self._lines = 0
         self.paused = False
         self.on_event: Callable[[FrameType, str, object], object] = _nothing
-        self.around_compiler: Callable[[FrameType], Any] | None = None
 
     @property
     def lines_run(self) -> dict[CodeLine, int]:
@@ -164,8 +155,6 @@ class LineTracer:
             without_failing(handler, frame)
             return None
         if not is_users(code.co_filename):
-            if code.co_filename == COMPILER and self.around_compiler is not None:
-                return self.around_compiler(frame)
             return None
         self._finish_line()
         without_failing(self.on_event, frame, event, None)
@@ -267,79 +256,6 @@ def without_failing(function: Callable[..., object], *arguments: Any) -> object:
             return function(*arguments)
     except Exception:
         return None
-
-
-# Keeps samples of the tensors that the user's lines make once a backward pass has run.
-
-MOST_TENSORS = 400
-"""So many samples are kept of a rank."""
-
-MOST_KEPT = 64
-"""So many elements are kept of a tensor, at equal distances."""
-
-FEWEST, MOST_ELEMENTS = 4, 1_000_000
-"""Smaller and larger tensors are not looked at."""
-
-MOST_ATTRIBUTES = 50
-"""Of an object with more attributes, none is looked at."""
-
-MOST_ENTRIES = 8
-"""Of a list, only so many entries are looked at."""
-
-
-class LocalTensors:
-    """The local variables of functions, the entries of lists among them, attributes of ``self``,
-    and what functions return. Later tensors than the first ``MOST_TENSORS`` are left out.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[LocalTensor] = []
-        self._known: dict[tuple[int, str], tuple[int, int]] = {}
-        self._values: dict[tuple[str, str], bytes] = {}
-
-    def forget(self) -> None:
-        """Look at every tensor again: a collective may have changed it without a new version."""
-        self._known.clear()
-
-    def after(self, frame: FrameType, line: CodeLine | None, returned: object, step: int) -> None:
-        """This line of the frame has run. This is called after every line, so it must be quick."""
-        if line is None or len(self.found) >= MOST_TENSORS:
-            return
-        named = [*_named_tensors(frame), *([("", returned)] if type(returned) is Tensor else [])]
-        for name, value in named:
-            try:
-                self._see(frame, line, name, value, step)
-            except Exception:  # a tensor of inference mode, or without values of its own
-                continue
-
-    def _see(self, frame: FrameType, line: CodeLine, name: str, value: Tensor, step: int) -> None:
-        key, state = (id(frame), name), (id(value), value._version)
-        if self._known.get(key) == state:
-            return
-        self._known[key] = state
-        if not FEWEST <= value.numel() <= MOST_ELEMENTS or not value.is_floating_point():
-            return
-        sample = packed(thinned(value.detach().reshape(-1), MOST_KEPT))
-        place = line.function, name
-        if self._values.get(place) != sample:
-            self._values[place] = sample
-            self.found.append(LocalTensor(step, line, name, sample, value.numel()))
-
-
-def _named_tensors(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a frame, each with the name that the code has for it."""
-    for name, value in frame.f_locals.items():
-        if type(value) is Tensor:
-            yield name, value
-        elif type(value) in (list, tuple) and value and type(value[0]) is Tensor:
-            entries = ((f"{name}[{at}]", one) for at, one in enumerate(value[:MOST_ENTRIES]))
-            yield from (entry for entry in entries if type(entry[1]) is Tensor)
-    owner = frame.f_locals.get("self")
-    attributes = getattr(owner, "__dict__", {}) if not isinstance(owner, nn.Module) else {}
-    if len(attributes) <= MOST_ATTRIBUTES:
-        for name, value in attributes.items():
-            if type(value) is Tensor:
-                yield f"self.{name}", value
 
 
 # Remembers which line of the user's code first held each tensor.

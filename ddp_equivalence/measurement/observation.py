@@ -35,7 +35,7 @@ from ddp_equivalence.measurement.gradient_watch import (
     HookResults,
     HookWatch,
 )
-from ddp_equivalence.measurement.graph_watch import Cut, CutWatch, OwnBackward, OwnBackwards
+from ddp_equivalence.measurement.graph_watch import OwnBackward, OwnBackwards
 from ddp_equivalence.measurement.lines import Handler, LineTracer, line_of_caller, merged_handlers
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import Collective
@@ -140,8 +140,7 @@ class Observation:
     examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
     gradients, in their order, with their lines. ``lines_run``: the steps and the lines of the
     user's code that ran, each once, in the order of their first run, without those of the forward
-    pass. ``trace``: values on the way. ``cuts``: where something without a gradient was computed
-    from something that has one. ``own_backwards``: the user's own backward methods that ran.
+    pass. ``trace``: values on the way. ``own_backwards``: the user's own backward methods that ran.
     ``draws``: the random numbers that were drawn, if they were recorded, and ``left`` the sampled
     elements of the gradients that the first step left then. ``draws`` is None without a record.
     """
@@ -158,7 +157,6 @@ class Observation:
     calls: tuple[Call, ...] = ()
     lines_run: tuple[tuple[int, CodeLine], ...] = ()
     trace: Trace = field(default_factory=Trace)
-    cuts: tuple[Cut, ...] = ()
     own_backwards: tuple[OwnBackward, ...] = ()
     draws: tuple[Draw, ...] | None = None
     left: Mapping[str, Tensor] = field(default_factory=dict)
@@ -332,19 +330,17 @@ MOST_MODULES = 500
 
 class ModuleWatch:
     """``now()``: the number of the step, how many calls of backward have begun, and whether one
-    runs. ``off_at()``: the line that has turned gradients off, if it is known.
+    runs.
     """
 
     def __init__(
         self,
         model: nn.Module,
         now: Callable[[], tuple[int, int, bool]],
-        off_at: Callable[[], CodeLine | None] = lambda: None,
     ) -> None:
         self.calls: list[ModuleCall] = []
         self.complete = True
         self._now = now
-        self._off_at = off_at
         self._modules = list(model.named_modules())
         self._ticks = 0
 
@@ -362,7 +358,6 @@ class ModuleWatch:
         if in_backward:
             return None
         with_gradients = torch.is_grad_enabled()
-        off_at = None if with_gradients else self._off_at()
         if len(self.calls) >= MOST_CALLS:
             self.complete = False
             return None
@@ -384,7 +379,6 @@ class ModuleWatch:
                     order=(began, self._tick()),
                     training=training,
                     with_gradients=with_gradients,
-                    off_at=off_at,
                 )
             )
 
@@ -423,7 +417,6 @@ class LineEvents:
         append: Callable[..., None],
         in_forward: Callable[[], bool],
     ) -> None:
-        self.cuts = CutWatch(now)
         self.own_backwards = OwnBackwards(now)
         self.buffers = BufferWatch(model)
         self._states = ModuleStates(model, self._on_state)
@@ -438,15 +431,12 @@ class LineEvents:
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
-        return merged_handlers(
-            self._states.handlers(), self.cuts.handlers(), self._results.handlers()
-        )
+        return merged_handlers(self._states.handlers(), self._results.handlers())
 
     def attach(self, tracer: LineTracer, gradients: GradientWatch) -> None:
         """From now on the tracer tells of its events. ``gradients``: of the same model."""
         self._hooks = HookWatch(gradients, self._calls, self._append)
         tracer.on_event = self.on_event
-        tracer.around_compiler = self.cuts.around_compiler
 
     def begin_step(self) -> None:
         """What happens from now on belongs to the next step."""
@@ -465,14 +455,10 @@ class LineEvents:
         _, _, in_backward = self._now()
         if event != "call":
             self._ended(line_at(frame) if event == "line" else line_of_caller(frame), in_backward)
-        if event == "return":
-            self.cuts.frame_returns(frame)
         if in_backward and self._hooks is not None:
             self._hooks.on_event(frame, event)
             self._results.on_event(frame, event, returned)
-        if in_backward and event == "call":
-            self.cuts.frame_begins(frame)
-        elif in_backward and event == "return":
+        if in_backward and event == "return":
             self.own_backwards.on_return(frame, returned)
 
     def _ended(self, following: CodeLine | None, in_backward: bool) -> None:

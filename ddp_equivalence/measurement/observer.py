@@ -76,7 +76,7 @@ class Observer:
         self._clipped: list[float] = []
         self._inside = False
         self._calls = CallWatch(model, sample, inside_model)
-        self._modules = ModuleWatch(model, self._calls.now, self._calls.events.cuts.off_at)
+        self._modules = ModuleWatch(model, self._calls.now)
         self._step = 0
 
     @property
@@ -170,7 +170,6 @@ class Observer:
             calls=tuple(self._calls.calls),
             lines_run=tuple(self._calls.further.lines_run),
             trace=self._calls.trace(self._modules),
-            cuts=self._calls.events.cuts.found,
             own_backwards=self._calls.events.own_backwards.found,
         )
 
@@ -221,7 +220,6 @@ class Observer:
         def observed(*arguments: Any, **named: Any) -> Any:
             roots = _roots(arguments, named)
             if self._inside:  # activation checkpointing calls backward inside backward
-                self._calls.events.cuts.backward(roots)
                 return differentiate(*arguments, **named)
             if differentiate is not accumulate and self._is_aside(*arguments, **named):
                 return differentiate(*arguments, **named)

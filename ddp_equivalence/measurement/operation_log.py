@@ -21,7 +21,6 @@ from ddp_equivalence.measurement.calls import (
     lines_of,
     plain,
 )
-from ddp_equivalence.measurement.graph_watch import DeafBackwards
 from ddp_equivalence.measurement.observer import backward_on_calling_thread
 from ddp_equivalence.ranks.users_line import users_line
 
@@ -71,13 +70,11 @@ class OperationLog(TorchDispatchMode):
         self._kept: list[object] = []  # storages stay, so that no address stands for two of them
         self._bytes = self._bytes_kept = 0
         self._complete = True
-        self._deaf = DeafBackwards(_address, self._is_as_written)
         self._watching: list[ExitStack] = []
 
     def __enter__(self) -> Self:
         self._watching.append(ExitStack())
         self._watching[-1].enter_context(backward_on_calling_thread())
-        self._watching[-1].enter_context(self._deaf.watching())
         super().__enter__()  # type: ignore[no-untyped-call]  # torch does not type it
         return self
 
@@ -102,7 +99,6 @@ class OperationLog(TorchDispatchMode):
                 if tensor is not None and (writer := self._last_writer(tensor)) is not None
             },
             complete=self._complete,
-            deaf=self._deaf.found if self._complete else (),
         )
 
     def __torch_dispatch__(
@@ -111,10 +107,12 @@ class OperationLog(TorchDispatchMode):
         given = list(_tensors((args, kwargs))) if self._complete else []
         read = self._noted(given)
         writers = tuple(map(self._last_writer, given))
+        flags = [(one.requires_grad, one.is_leaf) for one in given]
         result = function(*args, **(kwargs or {}))
         if self._complete:
             try:
-                self._record(function, given, read, writers, result, _numbers(function, args))
+                numbers = _numbers(function, args)
+                self._record(function, given, read, writers, result, numbers, flags)
             except NotPlain:
                 self._end()
         return result
@@ -132,6 +130,7 @@ class OperationLog(TorchDispatchMode):
         writers: tuple[int | None, ...],
         result: Any,
         numbers: tuple[float, ...],
+        flags: list[tuple[bool, bool]],
     ) -> None:
         name = _name_of(function)
         talks = function.namespace in COLLECTIVES
@@ -143,11 +142,11 @@ class OperationLog(TorchDispatchMode):
         self._unwritten.difference_update(map(_address, written))
         for tensor in [*returned, *written]:
             self._keep(tensor, number)
-        self._deaf.after_operation(name, given, (*returned, *written))
         if name in UNWRITTEN:
             self._unwritten.update(map(_address, returned))
         left = () if name in BETWEEN_TWO else self._noted(given if talks else returned)
         _, line = lines_of(sys._getframe(2))
+        lost = any(required and not leaf for required, leaf in flags)
         self._operations.append(
             Operation(
                 name=name,
@@ -157,12 +156,13 @@ class OperationLog(TorchDispatchMode):
                 writers=writers,
                 talks=talks,
                 draws=RANDOM in function.tags,
-                differentiable=any(one.requires_grad for one in given),
+                differentiable=any(required for required, _ in flags),
                 in_backward=torch._C._current_graph_task_id() != -1,
                 numbers=numbers,
-                loses_gradient=talks
-                and torch.is_grad_enabled()
-                and any(one.requires_grad and not one.is_leaf for one in given),
+                loses_gradient=talks and torch.is_grad_enabled() and lost,
+                required=tuple(required for required, _ in flags),
+                leaves=tuple(leaf for _, leaf in flags),
+                recorded=torch.is_grad_enabled(),
             )
         )
         too_many = self._bytes > self._most_bytes or self._bytes_kept > MOST_KEPT
@@ -198,14 +198,6 @@ class OperationLog(TorchDispatchMode):
     def _last_writer(self, tensor: Tensor) -> int | None:
         address = _address(tensor)
         return None if address is None else self._writer.get(address)
-
-    def _is_as_written(self, tensor: Tensor) -> bool:
-        """True if a tensor holds what the last operation that wrote to it has left there."""
-        writer = self._last_writer(tensor)
-        if writer is None or _address(tensor) in self._unwritten:
-            return False
-        number = self._number_of_value(tensor)
-        return number is not None and number in self._operations[writer].returned
 
 
 def _name_of(function: Any) -> str:

@@ -34,12 +34,16 @@ from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_s
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.cut_graph import deaf_methods
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.forward_faults import past_autograd
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_of_partings
-from ddp_equivalence.diagnosis.whereabouts.parting import COARSEST, BesideOneRank, logs_of, partings
+from ddp_equivalence.diagnosis.whereabouts.parting import (
+    COARSEST,
+    BesideOneRank,
+    logs_of,
+    partings,
+    past_autograd,
+)
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, Operations
 from ddp_equivalence.measurement.measure import Measurement, OneRank, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
@@ -601,7 +605,6 @@ def _beside(
         factor_alone=1.0,
         partings=partings(logs),
         past_autograd=past_autograd(logs),
-        deaf=deaf_methods(runs, is_right_alone=True),
     )
 
 

@@ -315,11 +315,6 @@ def nobody_listening() -> Iterator[None]:
         _listeners = listeners
 
 
-def some_are_pending() -> bool:
-    """True if a listener knows of a collective that nobody has waited for."""
-    return bool(_issued)
-
-
 def inputs(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The tensors that go into a collective: those of the last argument that has any."""
     for argument in reversed(arguments):

@@ -465,23 +465,6 @@ def divisors(run: RunLines, line: CodeLine) -> list[Link]:
     return []
 
 
-def last_setter_of_divisor(run: RunLines, line: CodeLine) -> Link | None:
-    """The line that was the last to set ``self.x`` before this line divided or multiplied by it.
-
-    Only lines of the same class count.
-    """
-    place = place_of(line.file, line.number)
-    for node in [place.statement, *inside(place.statement)] if place is not None else ():
-        number = _divisor(node)
-        if not isinstance(number, ast.Attribute) or not isinstance(number.value, ast.Name):
-            continue
-        if number.value.id == "self":
-            setters = lines_in_class_that_set(run, number.attr, line)
-            last = max(setters, key=lambda one: run.last.get(one, 0), default=None)
-            return Link(number.attr, last, False) if last is not None else None
-    return None
-
-
 def computes(line: CodeLine, name: str) -> bool:
     """True if a line computes what it sets a variable to, and does not only pass it on: it takes
     no single variable or attribute, and calls no function of the user's.
@@ -583,23 +566,6 @@ def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
             if line is not None and run.times.get(line):
                 found[line] = None
     return list(found) if len(found) == 1 else []
-
-
-def lines_in_class_that_set(run: RunLines, name: str, line: CodeLine) -> list[CodeLine]:
-    """The lines that have run and set an attribute of this name in the class of this line, before
-    this line ran last.
-    """
-    tree = tree_of(line.file)
-    found: dict[CodeLine, None] = {}
-    for one in ast.walk(tree) if tree is not None else ():
-        end = getattr(one, "end_lineno", None) or 0
-        if not isinstance(one, ast.ClassDef) or not one.lineno <= line.number <= end:
-            continue
-        for node in ast.walk(one):
-            setter = _line_if_sets(line.file, node, name)
-            if setter is not None and 0 < run.last.get(setter, 0) < run.last.get(line, 0):
-                found[setter] = None
-    return list(found)
 
 
 def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:

@@ -7,7 +7,7 @@ the case. The first values that only the step has, made of values that both have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,6 +17,7 @@ import torch
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.cuts import Cut, cuts_of, not_meant
 from ddp_equivalence.diagnosis.whereabouts.kinship import Known, KnownValues
 from ddp_equivalence.diagnosis.whereabouts.pieces import operations_of_the_loss
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
@@ -52,36 +53,65 @@ class Unlike:
     made_at: tuple[CodeLine, ...]
 
 
-def unlike_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> tuple[Unlike, ...]:
+@dataclass(frozen=True)
+class BesideLoss:
+    """A step that is wrong on one rank, beside the loss of the case. ``unlike``: where its forward
+    passes leave this loss. ``cuts``: where gradients end that go on in the loss. ``changed``: the
+    first operations in or after backward passes that make other gradients, of what the loss has.
+    """
+
+    unlike: tuple[Unlike, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    changed: tuple[Unlike, ...] = ()
+
+
+def beside_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> BesideLoss:
     """Where a step leaves the loss of the case, in the order in which it does.
 
     ``step``: what one rank ran with the whole batch. ``parts``: the examples of its backward
-    passes, if it has several and they are known. Empty if too many lines do.
+    passes, if it has several and they are known. Nothing is said if too many lines do.
     """
     setting = view.setting
     whole = tuple(range(setting.example_count))
     parts = parts if len(parts) <= MOST_PASSES and _has_read(view, step, parts) else ()
     recorded = operations_of_the_loss(setting, [whole, *parts], view.time)
     if recorded is None:
-        return ()
+        return BesideLoss()
     passes = _passes(step)
     counts = {*map(len, (whole, *parts)), passes, view.world_size}
     multiples = {float(one) for one in counts} | _counts(recorded)
-    search = _Search(
-        step,
-        recorded,
-        KnownValues(
-            chain.from_iterable(one.values for one in recorded),
-            multiples | {1 / one for one in multiples},
-            torch.finfo(setting.dtype).eps,
-        ),
-        scalars_count=passes <= 1 or bool(parts),
-    )
-    found: dict[CodeLine, Unlike] = {}
-    for one in search.found():
-        if one.operation.line is not None:
-            found.setdefault(one.operation.line, one)
-    return tuple(found.values()) if len(found) <= MOST_FOUND else ()
+    multiples |= {1 / one for one in multiples}
+    eps = torch.finfo(setting.dtype).eps
+    scalars_count = passes <= 1 or bool(parts)
+
+    def search(backward: bool) -> tuple[Unlike, ...]:
+        values = chain.from_iterable(_values(one, backward) for one in recorded)
+        known = KnownValues(values, multiples, eps)
+        kind = _InGradients if backward else _Search
+        found: dict[CodeLine, Unlike] = {}
+        for one in kind(step, recorded, known, scalars_count=scalars_count).found():
+            if one.operation.line is not None:
+                found.setdefault(one.operation.line, one)
+        return tuple(found.values()) if len(found) <= MOST_FOUND else ()
+
+    cuts = not_meant(cuts_of(step), recorded, eps)
+    unlike = search(backward=False)
+    return BesideLoss(unlike, cuts, () if unlike or cuts else search(backward=True)[:1])
+
+
+def _values(run: Operations, backward: bool) -> Iterator[Value]:
+    """The values of a run: of its forward passes, or of all."""
+    if backward:
+        yield from run.values
+        return
+    numbers = {
+        one: None
+        for operation in run.operations
+        if not operation.in_backward
+        for one in (*operation.given, *operation.returned)
+        if one is not None
+    }
+    yield from (run.values[one] for one in numbers)
 
 
 def _has_read(view: View, step: Operations, parts: Sequence[Indices]) -> bool:
@@ -236,7 +266,7 @@ class _Search:
             recorded.values[number]
             for recorded in self._recorded
             for one in recorded.operations
-            if one.name == operation.name and not one.in_backward
+            if one.name == operation.name and one.in_backward == operation.in_backward
             for number in one.returned
             if number is not None and recorded.values[number].shape == value.shape
         } - own
@@ -255,3 +285,35 @@ class _Search:
                 open_ones.extend(operation.writers)
             else:
                 yield operation.line
+
+
+class _InGradients(_Search):
+    """Looks through backward passes, and what comes after them."""
+
+    def found(self) -> Iterator[Unlike]:
+        """The first operations that make other gradients of what the loss of the case has as well.
+
+        What leads to no gradient that the step leaves does not count.
+        """
+        behind = self._behind(self._step.results.values())
+        began = next((n for n, one in enumerate(self._operations) if one.in_backward), None)
+        for number, operation in enumerate(self._operations):
+            if began is None or number < began or number not in behind or _is_new(operation):
+                continue
+            given = [
+                self._of_value(value)
+                for value, writer in zip(operation.given, operation.writers, strict=True)
+                if value is not None and not (writer is not None and self._is_new(writer))
+            ]
+            if "no" not in given and self._result(number) == "no":
+                yield from self._unlike(number, operation.returned)
+
+    def _behind(self, results: Iterable[int]) -> set[int]:
+        """All operations on which these depend."""
+        open_ones, seen = list(results), set[int]()
+        while open_ones:
+            number = open_ones.pop()
+            if number not in seen:
+                seen.add(number)
+                open_ones.extend(self._operations[number].after)
+        return seen

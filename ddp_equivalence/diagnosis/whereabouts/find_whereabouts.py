@@ -13,10 +13,6 @@ from torch import Tensor
 
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
-    hooks_of_all_steps,
-    lines_of_hook_state,
-)
 from ddp_equivalence.diagnosis.lines.of_gradients import lines_of_dropped_results
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_lost_results,
@@ -27,36 +23,23 @@ from ddp_equivalence.diagnosis.lines.source_tree import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import OutOfTime
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.forward_faults import lines_of_separate_counts
+from ddp_equivalence.diagnosis.whereabouts.division import fault_of_division, lines_of_loss_factor
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import at, line_of, paths_of
-from ddp_equivalence.diagnosis.whereabouts.loss import (
-    fault_of_a_pass,
-    fault_of_a_term,
-    fault_of_division,
-    fault_of_parameter_factors,
-    lines_of_loss_factor,
-)
 from ddp_equivalence.diagnosis.whereabouts.own_gradient import (
     RIGHT,
     SAME_LOSS,
     Compared,
     backward_lines,
     compared_with_rows,
-    fault_of_buffers,
+    fault_of_a_pass,
     fault_of_own_gradient,
     forward_alone,
     idle_ranks,
     losses_are_right,
     where_gradients_are_missing,
 )
-from ddp_equivalence.diagnosis.whereabouts.pieces import (
-    COARSE,
-    Pieces,
-    pieces_of,
-    replay_of_a_shard,
-)
+from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction import (
-    Wanted,
     fault_of_reduction,
     fault_of_small_groups,
 )
@@ -94,29 +77,16 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return _in_step(view, in_small_groups)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
-        alone = forward_alone(view)
-        return (
-            _with_counts(view, alone)
-            if alone is not None
-            else not_seen("no backward pass was recorded whose gradients are those of the model")
+        return forward_alone(view) or not_seen(
+            "no backward pass was recorded whose gradients are those of the model"
         )
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
-    found = _with_counts(view, found)
     lines = [*lines_of_lost_results(view), *lines_of_dropped_results(view), *found.lines]
-    hooks = {one for place in hooks_of_all_steps(view) for one in (place.line, place.first.made_at)}
-    if any(one.line in hooks for one in found.lines):
-        lines = [*lines_of_hook_state(view), *lines]
     lines = with_origins_of_groups(view, lines)
     found = replace(found, lines=distinct(lines))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
-
-
-def _with_counts(view: View, found: Whereabouts) -> Whereabouts:
-    """A loss that is wrong on every rank may divide by numbers that not all ranks have added up."""
-    counts = lines_of_separate_counts(view) if found.kind == "own gradient" else []
-    return replace(found, lines=distinct([*counts, *found.lines]))
 
 
 def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
@@ -157,26 +127,19 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
     weight = _right_weight(pieces, total)
     uniform = _uniform_weight(pieces, total)
     if weight is not None and uniform is None:
-        return _reduction(pieces, Wanted(weight)) or not_seen(
+        return _reduction(pieces, weight) or not_seen(
             "the reduction is wrong, and no call showed which line makes it so"
         )
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)
+    one_too_many = None if uniform is None else fault_of_a_pass(pieces, uniform)
+    own = one_too_many or _own(pieces)
     if uniform is not None:
-        term = fault_of_a_pass(pieces, uniform) or fault_of_a_term(pieces, uniform)
-        if term is not None:
-            return term
-    own = _own(pieces)
-    if uniform is not None:
-        return (
-            own
-            or fault_of_parameter_factors(pieces, total, uniform)
-            or not_seen(
-                "all ranks hold the same multiple of what they computed together, but it was not "
-                "recognised which examples each backward pass was of"
-            )
+        return own or not_seen(
+            "all ranks hold the same multiple of what they computed together, but it was not "
+            "recognised which examples each backward pass was of"
         )
-    reduction = _reduction(pieces, Wanted(None))
+    reduction = _reduction(pieces, None)
     if reduction is None or own is None:
         return reduction or own or not_seen("too little of the step was recorded")
     if own.kind == "big batch":
@@ -198,9 +161,9 @@ def _uniform_weight(pieces: Pieces, total: Tensor) -> float | None:
     return known[0]
 
 
-def _reduction(pieces: Pieces, wanted: Wanted) -> Whereabouts | None:
+def _reduction(pieces: Pieces, weight: float | None) -> Whereabouts | None:
     paths = paths_of(pieces)
-    return fault_of_reduction(pieces, paths, wanted) if paths else None
+    return fault_of_reduction(pieces, paths, weight) if paths else None
 
 
 def _own(pieces: Pieces) -> Whereabouts | None:
@@ -218,7 +181,7 @@ def _own(pieces: Pieces) -> Whereabouts | None:
         if not wrong:
             return not_seen("in this precision the gradients of all rows are rounded that far")
     if wrong:
-        return fault_of_buffers(pieces, wrong) or fault_of_own_gradient(pieces, wrong)
+        return fault_of_own_gradient(pieces, wrong)
     return fault_of_division(pieces, compared)
 
 
@@ -233,7 +196,7 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
     times = uniform / weight
     text = f"Every gradient is {text_of(times, '.6g')} times that of the big batch. "
     factors = _common_factor(compared)
-    reduction = _reduction(pieces, Wanted(weight))
+    reduction = _reduction(pieces, weight)
     is_mean = abs(uniform * pieces.view.world_size - 1) <= 1e-6
     if factors is not None and compared and is_mean:
         lines = fault_of_division(pieces, compared)
@@ -243,7 +206,7 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         begun = _common_loss_factor(compared)
         is_lost = begun is not None and abs(begun - factors) > SAME_LOSS * abs(factors)
         may_be_lost = losses_are_right(pieces) or is_lost
-        on_the_way_back = backward_lines(pieces) if may_be_lost else []
+        on_the_way_back = backward_lines(pieces, pieces.all[0]) if may_be_lost else []
         of_loss = lines.lines if is_right else lines_of_loss_factor(pieces, compared, factors)
         what = "what its rows give"
         what = what if is_right else f"{text_of(factors, '.6g')} times {what}"
@@ -298,25 +261,22 @@ def _common_factor(compared: list[Compared] | None) -> float | None:
 def where_without_view(
     observed: Mapping[int, Observation],
     expected: Mapping[GradientKey, Tensor | None],
-    view_of_step: Callable[[int], View | None] | None,
+    view: View | None,
     why_not_watched: str,
     why_no_view: str,
 ) -> Whereabouts | None:
     """What can be said about where it is. ``why_not_watched``: why nothing was ``observed``.
 
-    ``expected``: the gradients of the big batch. ``view_of_step(0)``: the view of the only step
-    before the ranks ran; None unless gradients may be missing there. ``why_no_view``: why nothing
-    can be fitted.
+    ``expected``: the gradients of the big batch. ``view``: of the only step, if gradients are
+    missing in it. ``why_no_view``: why nothing can be fitted.
     """
     if not observed:
         why = f", because {why_not_watched}" if why_not_watched else ""
         return not_seen(f"there was no second run{why}")
-    if view_of_step is None:
+    if view is None:
         return not_seen(why_no_view)
     names = [name for (_, name), one in expected.items() if one is not None]
-    view = view_of_step(0)
-    replay = None if view is None else replay_of_a_shard(view.setting, view.time)
-    return where_gradients_are_missing(observed, names, replay)
+    return where_gradients_are_missing(observed, names, view)
 
 
 # An error of this package while it looks for lines must not hide that a step differs.

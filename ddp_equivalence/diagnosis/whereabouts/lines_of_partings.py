@@ -17,15 +17,17 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike
-from ddp_equivalence.diagnosis.whereabouts.cut_graph import with_deaf_methods
+from ddp_equivalence.diagnosis.whereabouts.cuts import Cut, cut_text, lines_of_cuts
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.whereabouts.loss import Scaling
+from ddp_equivalence.diagnosis.whereabouts.own_gradient import own_backward_lines
 from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank, Parting, called
 from ddp_equivalence.diagnosis.whereabouts.reduction import CHANGED_AFTERWARDS
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     MOST_LINES,
     Whereabouts,
     first_of_each_line,
+    named,
 )
 from ddp_equivalence.measurement.calls import CodeLine, Kind
 
@@ -68,20 +70,64 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
 
 
 def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    if ignores_the_loss(beside, view):
+        return _with_ignored_loss(found, beside, view)
     found = _with_partings(found, beside, view)
     if view.world_size == 1:
         found = replace(found, beside_one_rank="", marks="")
-    if beside.deaf or found.explains_all:  # such a method computes the loss in its own way
+    if found.explains_all:
         return found
+    cuts = beside.cuts if beside.is_right_alone else beside.loss.cuts
+    if cuts and (found.shows_later or found.kind == "not seen"):
+        found = with_cuts(found, cuts)
     factor = beside.factor_alone
     numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
-    return with_unlike_loss(found, beside.unlike_loss, view.world_size, knows_numbers=numbers)
+    unlike = beside.loss.unlike or beside.loss.changed
+    return with_unlike_loss(found, unlike, view.world_size, knows_numbers=numbers)
+
+
+def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
+    """True if backward methods of the user's own drop the gradient that they are given."""
+    own = any(one.own_backwards for one in view.observed.by_rank.values())
+    return own and bool(beside.ignoring)
+
+
+def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    backward = next(iter(view.observed.calls.backwards), None)
+    seen = view.observed.by_rank[0]
+    own = own_backward_lines(seen, None if backward is None else backward.first)
+    names = named(beside.ignoring)
+    return replace(
+        found,
+        kind="own gradient",
+        headline="gradients do not depend on how the loss is scaled",
+        sentence=f"A backward method drops the gradient that it is given, which is not 1, so the "
+        f"gradients of {names} are made without it. {found.sentence}",
+        lines=first_of_each_line([*own, *(replace(one, is_fault=False) for one in found.lines)]),
+        fix="multiply what the backward method returns by the gradient that it is given.",
+        beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE,
+        marks="",
+    )
+
+
+def with_cuts(found: Whereabouts, cuts: Sequence[Cut]) -> Whereabouts:
+    """What was found already, after the lines at which gradients end."""
+    cut = min(cuts, key=lambda one: one.is_leaf)
+    number = cut.ended.line.number if cut.ended.line is not None else 0
+    others = [replace(one, is_fault=False) for one in found.lines]
+    missing = f"; {found.headline}" if found.headline.endswith("missing") else ""
+    return replace(
+        found,
+        kind="own gradient",
+        headline=f"a gradient is cut off{missing}",
+        sentence=f"Line {number} {cut_text(cut)}, so no gradient flows back through it. "
+        f"{found.sentence}",
+        lines=first_of_each_line([*lines_of_cuts(cuts), *others]),
+        shows_later=False,
+    )
 
 
 def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    if beside.deaf:
-        alone = RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
-        return with_deaf_methods(replace(found, beside_one_rank=alone), beside.deaf, view)
     if found.explains_all:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
     if found.kind == "reduction" and not beside.is_right_alone and must_be_the_loss(beside, view):

@@ -2,67 +2,52 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import example_numbers
-from ddp_equivalence.diagnosis.lines.of_loss import buffer_changes, buffers_apart
-from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
-from ddp_equivalence.diagnosis.lines.source_tree import RunLines, meeting_lines
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.source_tree import meeting_lines
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.cut_graph import (
-    SAME,
-    CutGraph,
-    cut_graph,
-    cut_graph_of,
-    leaf_line,
-    off_lines,
-    own_backward_lines,
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import (
+    at,
+    line_of,
+    lines_only_on,
+    module_text,
 )
-from ddp_equivalence.diagnosis.whereabouts.forward_faults import (
-    exchange_lines,
-    lines_of_mode,
-    lines_of_state,
-    mode_text,
-    other_mode,
-    wrong_mode,
-)
-from ddp_equivalence.diagnosis.whereabouts.gradient_mix import lines_only_on
-from ddp_equivalence.diagnosis.whereabouts.gradient_path import at, line_of, module_text
 from ddp_equivalence.diagnosis.whereabouts.pieces import (
     FirstDifference,
     Piece,
     Pieces,
-    Replay,
-    agree,
     calls_of,
-    eps_of,
     first_difference,
     notes_of_output,
     pieces_of,
-    replay_of,
-    tolerance_in,
 )
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     Whereabouts,
     distinct,
     named,
     not_seen,
+    of_all,
     ranked,
 )
-from ddp_equivalence.measurement.calls import Call, Kind, ModuleCall
+from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.observation import Observation
 
 MOST_REPLAYED = 8
 """The forward passes of so many pieces are replayed."""
 
+MOST_CHANGES = 2
+
 RIGHT = "the outputs are right"
+WITHHOLDS = "returns no gradient"
 
 SAME_LOSS = 1e-5
 """Losses whose relative difference is smaller are equal."""
@@ -91,6 +76,22 @@ class Compared:
         if self.piece.loss is None or not self.loss_alone:
             return None
         return self.piece.loss / self.loss_alone
+
+    @property
+    def is_loss_right(self) -> bool | None:
+        """Whether backward began at the loss of the rows; None if that is not known."""
+        factor = self.loss_factor
+        return None if factor is None else abs(factor - 1) <= SAME_LOSS
+
+    @property
+    def losses(self) -> str:
+        """Both losses: ``its loss is 1.8, its own rows give 0.9``."""
+        alone = text_of(self.loss_alone, ".5g")
+        if self.piece.loss is None:
+            return f"its own rows give the loss {alone}"
+        if self.is_loss_right:
+            return f"its loss is that of its own rows, {alone}"
+        return f"its loss is {text_of(self.piece.loss, '.5g')}, its own rows give {alone}"
 
 
 def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
@@ -130,136 +131,101 @@ def fault_of_own_gradient(
     whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
     whole += _which_piece(pieces, wrong)
     headline, sentence, names, lines = _from_where(pieces, one, found)
-    if len(ranks) > 1:
-        sentence = f"On rank {one.piece.rank}, {sentence}"
-    else:
-        sentence = f"{sentence[:1].upper()}{sentence[1:]}"
-    changed = lines_of_weights(pieces.view, one.piece.rank, one.piece.call)
-    if changed:
-        sentence = f"{weights_text(pieces.view, one.piece.rank)} {sentence}"
-        lines = [*changed, *lines]
+    begins = f"On rank {one.piece.rank}, {one.losses}"
     only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
-    exchanges = exchange_lines(pieces, one.piece) if len(ranks) == world_size else []
+    changed = _changed_before(pieces, one.piece, found)
     of_loss = [_loss_line(one), _backward_line(one)]
-    marked = [line for line in (*only_there, *exchanges, *lines) if line and line.is_fault]
+    shown = [*only_there, *changed, *lines]
+    marked = [line for line in shown if line and line.is_fault]
     between_modules = found is not None and found.what == "input"
     return Whereabouts(
         kind="own gradient",
         shows_later=between_modules or all(line in of_loss for line in marked),
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
-        sentence=f"{sentence} {whole}",  # a short report shows the first 95 characters
-        lines=distinct([*only_there, *exchanges, *lines]),
+        sentence=f"{begins}. {sentence} {whole}",
+        lines=distinct([*shown, *of_loss]),
         parameters=names,
         ranks=ranks,
     )
 
 
 Told = tuple[str, str, tuple[str, ...], list[PointedLine | None]]
-"""A headline, a clause, the parameters and the lines."""
+"""A headline, a sentence, the parameters and the lines."""
 
 
 def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) -> Told:
     """From where on the piece is wrong."""
     names = _names(pieces, one)
-    backward = _backward_line(one)
-    if found is None or found.what != "none":
-        mode = other_mode(pieces, one.piece)
-        if mode is not None:
-            text = f"{mode_text(mode)}."
-            setting = lines_of_mode(pieces.view.observed.by_rank[one.piece.rank], mode)
-            called = at(mode.line, "it is called here", not setting)
-            return "a module is in another mode", text, names, [*setting, called, backward]
     if found is None:
-        cut = cut_graph(pieces, one.piece, one.loss_factor)
-        if cut is not None:
-            return _where_cut(one, cut, names)
-        text = f"the forward pass could not be compared with its rows alone; {_loss_text(one)}"
-        return "another gradient than its rows give", text, names, [_loss_line(one), backward]
+        text = "The forward pass could not be compared with its rows alone."
+        return _headline(one), text, names, []
     if found.what == "none":
-        return _after_the_model(pieces, one, found)
+        without = calls_of(pieces, one.piece, without_gradients=True)
+        which = "All modules that ran with gradients" if without else "All modules"
+        agree = f"{which} return what the rows give."
+        text = agree if found.before else "No module was heard."
+        if one.is_loss_right is False:
+            last = at(found.before.line if found.before else None, RIGHT)
+            return _headline(one), text, names, [last]
+        rest = [name for name in pieces.view.parameters.names if name not in names]
+        lines = backward_lines(pieces, one.piece)
+        for line in lines:
+            if line is not None and line.note.startswith(WITHHOLDS):
+                return (
+                    "a backward method returns no gradient",
+                    f"Line {line.line.number} {line.note}.",
+                    names,
+                    lines,
+                )
+        text += f" Backward first leaves the right way at {named(names[:1])}"
+        text += f"; {named(rest)} {'are' if len(rest) > 1 else 'is'} right." if rest else "."
+        return "backward gives another gradient", text, names, lines
     call = found.call or found.before
     line = call.line if call else None
     if found.what == "missing":
         text = f"{module_text(found.alone)} is not called, though the loss of its rows calls it."
         last = at(found.before.line if found.before else None, "its output is right")
         then = at(line, f"called without {module_text(found.alone)} before it", True)
-        return "a module is not called", text, names, [last, then, backward]
+        return "a module is not called", text, names, [last, then]
     module = module_text(found.call or found.alone)
     if found.what == "input":
         return _wrong_input(one, found, module, names)
     assert found.call is not None
     assert found.alone is not None
-    here, alone = found.call, found.alone
-    notes = notes_of_output(pieces, one.piece, here, alone)
+    notes = notes_of_output(pieces, one.piece, found.call, found.alone)
     note = f" ({'; '.join(notes)})" if notes else ""
-    text = f"the first module whose output differs from that of the same rows is {module}{note}."
+    text = f"The first module whose output differs from that of the same rows is {module}{note}."
     line_note = f"{module}: first output that differs" + (f"; {notes[0]}" if notes else "")
-    states = lines_of_state(pieces.view.observed.by_rank[one.piece.rank], here)
-    lines = [*states, at(line, line_note, True), _loss_line(one), backward]
-    return "the output of a module differs", text, names, lines
+    return "the output of a module differs", text, names, [at(line, line_note, True)]
+
+
+def _headline(one: Compared) -> str:
+    return one.losses if one.is_loss_right is False else "another gradient than its rows give"
 
 
 def _wrong_input(
     one: Compared, found: FirstDifference, module: str, names: tuple[str, ...]
 ) -> Told:
     assert found.call is not None
-    line, backward = found.call.line, _backward_line(one)
+    line = found.call.line
     if not found.call.name and found.before is None:
         rows = example_numbers(one.piece.rows or ())
-        text = f"the model is called with other values than those of its rows ({rows})."
+        text = f"The model is called with other values than those of its rows ({rows})."
         note = f"called with other values than those of {rows}"
-        return "the model's input is not its rows", text, names, [at(line, note, True), backward]
+        return "the model's input is not its rows", text, names, [at(line, note, True)]
     after = (
-        f"after {module_text(found.before)}, whose output is right, and " if found.before else ""
+        f"After {module_text(found.before)}, whose output is right, and before"
+        if found.before
+        else "Before"
     )
-    text = f"{after}before {module}, whose input differs, something changes the values."
+    text = f"{after} {module}, whose input differs, something changes the values."
+    before = at(found.before.line if found.before else None, "its output is right")
     return (
         "values change between two modules",
         text,
         names,
-        [
-            at(found.before.line if found.before else None, "its output is right"),
-            at(line, f"{module}: its input differs", True),
-            backward,
-        ],
+        [before, at(line, f"{module}: its input differs", True)],
     )
-
-
-def _after_the_model(pieces: Pieces, one: Compared, found: FirstDifference) -> Told:
-    """All modules return what the rows give: the loss or the backward pass is another one."""
-    names = _names(pieces, one)
-    factor = one.loss_factor
-    beside = without_gradients(pieces, one.piece)
-    agree = agreement(found, beside)
-    lines: list[PointedLine | None] = [_loss_line(one), _backward_line(one)]
-    last = found.before.line if found.before else None
-    if factor is not None and not abs(factor - 1) <= SAME_LOSS:  # it may be no number
-        text = f"{_loss_text(one)} {agree[:1].upper()}{agree[1:]}."
-        other = beside.differs
-        other_line = other and at(
-            other.line,
-            f"without gradients; {module_text(other)} returns other values than for the rows",
-        )
-        right = at(last, "the outputs with gradients are right" if other else RIGHT)
-        shown = [other_line, right] if other else [right]
-        return "the loss is not that of its rows", text, names, [*shown, *lines]
-    cut = cut_graph(pieces, one.piece, one.loss_factor)
-    if cut is not None:
-        return _where_cut(one, cut, names)
-    rest = [name for name in pieces.view.parameters.names if name not in names]
-    hooks = [
-        place.pointed("a hook")
-        for place in pieces.view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK)
-    ]
-    text = f"{_loss_text(one)} {agree[:1].upper()}{agree[1:]}. "
-    text += f"Backward first leaves the right way at {named(names[:1])}"
-    text += f"; {named(rest)} {'are' if len(rest) > 1 else 'is'} right." if rest else "."
-    return "backward gives another gradient", text, names, [*hooks[-1:], *lines]
-
-
-def _where_cut(one: Compared, cut: CutGraph, names: tuple[str, ...]) -> Told:
-    text = f"{cut.sentence[:1].lower()}{cut.sentence[1:]} {_loss_text(one).capitalize()}"
-    return cut.headline, text, names, [*cut.lines, _backward_line(one)]
 
 
 def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
@@ -290,35 +256,82 @@ def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
     return f" That is so in backward pass {shown} of {max(counts)}."
 
 
-def _loss_text(one: Compared) -> str:
-    factor = one.loss_factor
-    if factor is None or one.piece.loss is None:
-        return "the loss is not known."
-    if abs(factor - 1) <= SAME_LOSS:
-        return f"backward began at the loss of its rows, {text_of(one.loss_alone, '.5g')}."
-    seen, right = text_of(one.piece.loss, ".5g"), text_of(one.loss_alone, ".5g")
-    return f"backward began at {seen}, not at its rows' loss, {right}."
-
-
 def _loss_line(one: Compared) -> PointedLine | None:
-    call = one.piece.call
-    line = call.made_at if call else None
-    factor = one.loss_factor
-    if factor is None or one.piece.loss is None or abs(factor - 1) <= SAME_LOSS:
-        return at(line, "the loss")
-    seen, right = text_of(one.piece.loss, ".5g"), text_of(one.loss_alone, ".5g")
-    return at(line, f"the loss: {seen}, where its rows give {right}", True)
+    line = one.piece.call.made_at if one.piece.call else None
+    is_wrong = one.is_loss_right is False
+    return at(line, f"the loss: {one.losses}" if is_wrong else "the loss", is_wrong)
 
 
 def _backward_line(one: Compared) -> PointedLine | None:
     call = one.piece.call
-    factor = one.loss_factor
-    line = line_of(call) if call else None
-    known = call is not None and call.made_at is not None  # then that line tells of the loss
-    if known or factor is None or one.piece.loss is None or abs(factor - 1) <= SAME_LOSS:
-        return at(line, "backward begins")
-    seen, right = text_of(one.piece.loss, ".5g"), text_of(one.loss_alone, ".5g")
-    return at(line, f"backward begins at {seen}; its rows give {right}", True)
+    if call is None:
+        return None
+    is_told = call.made_at is not None or one.is_loss_right is not False
+    note = "backward begins" if is_told else f"backward begins here: {one.losses}"
+    return at(line_of(call), note, not is_told)
+
+
+# What a forward pass reads beside its rows: weights, buffers, and attributes of modules.
+
+
+def _changed_before(
+    pieces: Pieces, piece: Piece, found: FirstDifference | None
+) -> list[PointedLine]:
+    """The lines that changed, before this backward pass, weights, or buffers and attributes of the
+    first module that is not as its rows alone make it.
+    """
+    if piece.call is None:
+        return []
+    module = found.call.name if found is not None and found.call is not None else None
+    if module is not None and found is not None and found.what == "input":
+        module = module.rpartition(".")[0]  # what is around it makes its input
+    return changes_before(pieces.view.observed.by_rank[piece.rank], piece.call, module)
+
+
+def changes_before(seen: Observation, backward: Call, module: str | None) -> list[PointedLine]:
+    """The lines that changed what a forward pass reads: weights, and buffers and attributes of one
+    module. A line in a function that leaves backward to its caller stands for the caller's line.
+    """
+    lines = dict[object, PointedLine]()
+    forwards = {line_of(call) for call in seen.calls if _runs_model(call)}
+    for call in seen.calls:
+        line = line_of(call)
+        if (call.step, call.backwards) > (backward.step, backward.backwards) or line is None:
+            continue
+        if call.kind is Kind.WEIGHTS and call.step == backward.step and not call.in_backward:
+            note = f"changes {named(call.names)} before backward" if call.what else ""
+            met = meeting_lines(call, backward)
+            if met is not None and met[0] != line:
+                line, note = met[0], note and f"line {line.number} {note}"
+        elif call.kind is Kind.BUFFERS and line not in forwards and _of(module, call.names):
+            note = f"changes {named(_of(module, call.names))} before the forward pass"
+        elif call.kind is Kind.MODULE_STATE and _of(module, call.names):
+            note = f"sets {call.what} on {_of(module, call.names)[0] or 'the model'}"
+        else:
+            continue
+        lines.pop(line, None)
+        if note:
+            lines[line] = PointedLine(line, note, is_fault=call.kind is not Kind.MODULE_STATE)
+        else:  # the weights are those of the case again
+            lines = {one: known for one, known in lines.items() if "backward" not in known.note}
+    return list(lines.values())[-MOST_CHANGES:]
+
+
+def _runs_model(call: Call) -> bool:
+    return call.kind in (Kind.FORWARD, Kind.WRAP)
+
+
+def _of(module: str | None, names: Sequence[str]) -> list[str]:
+    """Those names that are of a module, of one around it or of one inside it."""
+    if module is None:
+        return []
+    return [
+        name
+        for name in names
+        if not (name and module)
+        or f"{name}.".startswith(f"{module}.")
+        or f"{module}.".startswith(f"{name}.")
+    ]
 
 
 # Only the way back is wrong: the losses are those of the rows, and the reduction is a mean.
@@ -344,18 +357,83 @@ def losses_are_right(pieces: Pieces) -> bool:
         alone = pieces.alone(piece)
         if alone is None or piece.loss is None:
             return False
-        if abs(piece.loss - alone.loss) > max(SAME, pieces.tolerance) * abs(alone.loss):
+        if abs(piece.loss - alone.loss) > max(SAME_LOSS, pieces.tolerance) * abs(alone.loss):
             return False
     return True
 
 
-def backward_lines(pieces: Pieces) -> list[PointedLine]:
-    """The backward methods of the user's own that ran on the first rank, and the last hook."""
-    hooks = [
-        place.pointed("a hook on the way back", is_fault=True)
-        for place in pieces.view.observed.calls.places(Kind.TENSOR_HOOK)
+def backward_lines(pieces: Pieces, piece: Piece) -> list[PointedLine | None]:
+    """The backward methods of the user's own that ran in a backward pass, and the last hook."""
+    hooks = pieces.view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK)
+    own = own_backward_lines(pieces.view.observed.by_rank[piece.rank], piece.call)
+    return [*own, *(one.pointed("a hook on the way back", True) for one in hooks[-1:])]
+
+
+def own_backward_lines(seen: Observation, backward: Call | None) -> list[PointedLine]:
+    """The backward methods of the user's own that ran, those first that withheld a gradient."""
+    own = {
+        one.name: PointedLine(
+            one.line,
+            f"{WITHHOLDS} for input {one.withheld[0]} of {one.name}, which needs one"
+            if one.withheld
+            else f"the gradient that {one.name} gives back",
+            is_fault=True,
+        )
+        for one in sorted(seen.own_backwards, key=lambda one: not one.withheld, reverse=True)
+        if backward is not None
+        and (one.step, one.backwards) == (backward.step, backward.backwards + 1)
+    }
+    return list(own.values())[::-1]
+
+
+# A backward pass adds to gradients that would be right without it, as one through another's loss.
+#
+# In adversarial training, for example, the generator's loss also reaches the weights of the
+# critic.
+
+
+def fault_of_a_pass(pieces: Pieces, uniform: float) -> Whereabouts | None:
+    """The pass of each rank that is one too many; None if leaving out one changes nothing.
+
+    ``uniform``: every rank holds this many times what all ranks have computed together.
+    """
+    view, counts = pieces.view, {len(of_rank) for of_rank in pieces.by_rank}
+    names = [name for name in view.parameters.names if name in view.measured.differing]
+    if len(counts) != 1 or min(counts) < 2 or not names:
+        return None
+    elements = view.parameters.positions_of(names)
+    total, right = pieces.own.sum(0)[elements], view.expected[elements]
+    found = []
+    for number in range(counts.pop()):
+        added = torch.stack([of_rank[number].gradient for of_rank in pieces.by_rank]).sum(0)
+        rest = uniform * (total - added[elements])
+        is_right = float((rest - right).norm()) <= pieces.tolerance * float(right.norm())
+        if is_right and bool(added[elements].any()):
+            found.append(number)
+    if len(found) != 1:
+        return None
+    lines = [
+        at(
+            line_of(piece.call),
+            f"adds to the gradients of {named(names)}, which are right without it"
+            if piece.number == found[0]
+            else "another backward pass",
+            piece.number == found[0],
+        )
+        for piece in pieces.by_rank[0]
+        if piece.call is not None
     ]
-    return [*own_backward_lines(pieces, pieces.all[0]), *hooks[-1:]]
+    gradients = of_all(names, view.parameters.names)
+    return Whereabouts(
+        kind="own gradient",
+        headline="one backward pass too many reaches some parameters",
+        sentence=f"Without what one of the backward passes adds, {gradients} would be right.",
+        lines=distinct(lines),
+        parameters=tuple(names),
+        ranks=tuple(view.setting.reporting_ranks),
+        fix="keep this backward pass from these parameters, or clear what it leaves there.",
+        explains_all=True,
+    )
 
 
 # What the forward passes alone show, where the gradients of backward passes are not known.
@@ -403,28 +481,23 @@ def idle_ranks(pieces: Pieces) -> Whereabouts | None:
     shards = view.setting.shards
     if shards is None:
         return None
-    idle = tuple(rank for rank, of_rank in enumerate(pieces.by_rank) if not of_rank)
-    idle = tuple(rank for rank in idle if shards[rank])
+    idle = tuple(
+        rank for rank, of_rank in enumerate(pieces.by_rank) if not of_rank and shards[rank]
+    )
     if not idle or len(idle) == view.world_size:
         return None
     who = ranked(idle, view.world_size)
-    if all(view.observed.backwards(rank) for rank in idle):
-        headline = "backward misses the model" if len(idle) == 1 else "backward misses their model"
-        seen = "ran backward, and it reached no parameter of the model that the step was given."
-        note = f"reaches no parameter of the model on {who}"
-    else:
-        headline = "no backward pass" if len(idle) == 1 else "no backward pass there"
-        seen = "computed no gradient, though it was given rows."
-        note = f"a backward pass, but not on {who}"
+    ran = all(view.observed.backwards(rank) for rank in idle)
+    missed = "backward reaches no parameter of the model" if ran else "no backward pass"
     last = next((line_of(one) for one in reversed(view.observed.calls.of(idle[0]))), None)
     return Whereabouts(
         "own gradient",
-        f"{who}: {headline}",
-        f"{who[:1].upper()}{who[1:]} {seen}",
+        f"{who}: {missed}",
+        f"{who[:1].upper()}{who[1:]} computed no gradient of the model that the step was given.",
         distinct(
             [
                 *lines_only_on(view.observed.by_rank, idle),
-                *(one.pointed(note) for one in view.observed.calls.backwards[:1]),
+                *(one.pointed(f"on {who}: {missed}") for one in view.observed.calls.backwards[:1]),
                 at(last, f"the last recorded call of {who}"),
             ]
         ),
@@ -437,120 +510,79 @@ def idle_ranks(pieces: Pieces) -> Whereabouts | None:
 
 
 def where_gradients_are_missing(
-    observed: Mapping[int, Observation], names: Sequence[str], replay: Replay | None = None
+    observed: Mapping[int, Observation], names: Sequence[str], view: View | None
 ) -> Whereabouts | None:
     """None if they are not. ``names``: the parameters that have a gradient in the big batch.
 
-    ``replay``: what the loss of the case does; None if that is not known.
+    ``view``: of the step, if there is one of it before it ran.
     """
     missing = {rank: _missing(seen, names) for rank, seen in observed.items()}
     ranks = tuple(rank for rank, of_rank in missing.items() if of_rank)
     if not ranks:
         return None  # what the step returned lacks them, or they have another shape
-    gone = missing[ranks[0]]
+    gone, seen = missing[ranks[0]], observed[ranks[0]]
     who = ranked(ranks, len(observed))
-    seen = observed[ranks[0]]
     backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
-    calls = [call for call in seen.trace.module_calls if call.with_gradients]
-    called = {call.name for call in calls}
-    module = gone[0].rpartition(".")[0]
-    headline, reasons = "", list[PointedLine | None]()
-    if not backwards:
-        text = f"No backward pass ran on {who}."
-    elif backwards and (why := _why(seen, gone, calls, backwards[-1], replay)) is not None:
-        headline, text, reasons = why
-    elif called and module not in called:
-        text = f"The module {module or 'itself'} is not called on rank {ranks[0]}."
-    else:
-        text = f"Backward passes ran on rank {ranks[0]}, and none left these gradients."
+    text, lines = _why_missing(seen, gone, backwards, ranks[0])
+    is_seen = bool(lines)
+    if backwards and not lines:
+        lines += changes_before(seen, backwards[-1], gone[0].rpartition(".")[0])
+    if view is not None and not lines:
+        reduced = [one for one in view.observed.calls.reductions if ranks[0] in one.by_rank]
+        lines = [one for place in reduced[-1:] for one in lines_that_left_out(view, place)]
     last = [line_of(call) for call in seen.calls][-1:]
+    several = f"{len(gone)} gradients are" if len(gone) > 1 else f"the gradient of {gone[0]} is"
+    only_there = lines_only_on(observed, ranks)
     return Whereabouts(
         "own gradient",
-        (f"{headline}, and " if headline else "")
-        + (f"{len(gone)} gradients are" if len(gone) > 1 else "the gradient of a parameter is")
-        + " missing",
+        f"{several} missing",
         f"{text} {who[:1].upper()}{who[1:]} left no gradient of {named(gone)}.",
         distinct(
             [
-                *reasons,
-                *lines_only_on(observed, ranks),
-                *_gone_through(seen, backwards),
+                *lines,
+                *only_there,
                 *(at(line_of(call), "backward began here") for call in backwards[-1:]),
                 *(at(line, f"the last recorded call of rank {ranks[0]}") for line in last),
             ]
         ),
         tuple(gone),
         ranks,
+        shows_later=not is_seen and not only_there,
     )
 
 
-def _gone_through(seen: Observation, backwards: Sequence[Call]) -> list[PointedLine | None]:
-    """The line of the user's that chose what the loop around the last reduction goes through."""
-    lines = tuple(line for call in backwards if (line := line_of(call)) is not None)
-    run = RunLines(seen.trace.times_run or {}, seen.trace.lines_run or {}, lines)
-    reductions = [one for one in seen.calls if reduces_gradients(one) and not one.in_backward]
-    for call in reductions[-1:]:
-        line = line_of(call)
-        if line is not None:
-            link = chosen(gone_through(run, (line, *call.callers)))
-            note = f"chooses what the loop of line {line.number} goes through"
-            return [at(link.line, note)] if link is not None and link.line != line else []
-    return []
-
-
-Why = tuple[str, str, list[PointedLine | None]]
-"""A headline, a sentence and the lines."""
-
-
-def _why(
-    seen: Observation,
-    gone: Sequence[str],
-    calls: Sequence[ModuleCall],
-    backward: Call,
-    replay: Replay | None,
-) -> Why | None:
-    """What was recorded that keeps gradients from these parameters; None if nothing was."""
-    frozen = _frozen(seen, gone)
-    if frozen:
-        what = f"sets requires_grad of {named(list(frozen))} to False"
-        places = dict.fromkeys(line_of(call) for call in frozen.values())
-        pointed = [
-            at(place, what if len(places) == 1 else "freezes some", True) for place in places
-        ]
-        return "parameters are frozen", f"A line {what}.", pointed
-    module = gone[0].rpartition(".")[0]
-    mode = None if replay is None else wrong_mode(calls, replay.with_gradients)
-    if mode is not None:
-        lines = lines_of_mode(seen, mode)
-        called = at(mode.line, "it is called here", not lines)
-        text = mode_text(mode)
-        return "a module is in another mode", f"{text[:1].upper()}{text[1:]}.", [*lines, called]
-    without = [
-        call
-        for call in seen.trace.module_calls
-        if call.name == module and not call.with_gradients and call.backwards == backward.backwards
-    ]
-    if without and module not in {call.name for call in calls}:
-        text = f"{module or 'The model'} is called only where gradients are turned off."
-        line = without[-1].line
-        called = at(line, "called where gradients are turned off", True)
-        off = off_lines(without[-1].off_at, line) if line is not None else []
-        return "a module runs without gradients", text, [*off, called]
-    cut = cut_graph_of(seen, backward.step, backward.backwards, replay)
-    if cut is not None:
-        return cut.headline, cut.sentence, list(cut.lines)
-    leaf = leaf_line(seen, backward.step, backward.backwards)
-    text = "A line makes a new leaf of a tensor that has a gradient."
-    return None if leaf is None else ("a tensor was made a leaf", text, [leaf])
-
-
-def _frozen(seen: Observation, gone: Sequence[str]) -> dict[str, Call]:
-    """Those of the parameters that were frozen last -> the call that did it."""
+def _why_missing(
+    seen: Observation, gone: Sequence[str], backwards: Sequence[Call], rank: int
+) -> tuple[str, list[PointedLine | None]]:
+    """What was recorded that keeps gradients from these parameters, and its lines."""
+    if not backwards:
+        return f"No backward pass ran on rank {rank}.", []
     last: dict[str, Call] = {}
     for call in seen.calls:
         if call.kind is Kind.REQUIRES_GRAD:
             last |= dict.fromkeys(call.names, call)
-    return {name: last[name] for name in gone if name in last and last[name].what.endswith("False")}
+    frozen = {n: last[n] for n in gone if n in last and last[n].what.endswith("False")}
+    if frozen:
+        what = f"sets requires_grad of {named(list(frozen))} to False"
+        places = dict.fromkeys(line_of(call) for call in frozen.values())
+        return f"A line {what}.", [at(place, what, True) for place in places]
+    module = gone[0].rpartition(".")[0]
+    calls = [one for one in seen.trace.module_calls if one.name == module]
+    if calls and not any(one.with_gradients for one in calls):
+        without = [one for one in seen.trace.module_calls if not one.with_gradients]
+        around = [one for one in without if f"{module}.".startswith(f"{one.name}.")] or calls
+        outermost = min(around, key=lambda one: len(one.name))
+        text = f"{module or 'The model'} is called only where gradients are turned off."
+        return text, [
+            at(outermost.line, f"calls {module_text(outermost)} without gradients", True),
+            at(calls[-1].line, f"calls {module_text(calls[-1])} without gradients"),
+        ]
+    own = [one for one in own_backward_lines(seen, backwards[-1]) if one.note.startswith(WITHHOLDS)]
+    if own:
+        return f"Line {own[0].line.number} {own[0].note}.", [*own]
+    if not calls and any(one.name != module for one in seen.trace.module_calls):
+        return f"The module {module or 'itself'} is not called on rank {rank}.", []
+    return f"Backward passes ran on rank {rank}, and none left these gradients.", []
 
 
 def _missing(seen: Observation, names: Sequence[str]) -> list[str]:
@@ -561,169 +593,3 @@ def _missing(seen: Observation, names: Sequence[str]) -> list[str]:
     if not seen.trace.complete:
         return []
     return [name for name in names if not last.get(name, b"")]
-
-
-# The lines that gave a rank other weights than those of the case, before its backward pass.
-
-MOST_WEIGHT_LINES = 2
-
-
-def lines_of_weights(view: View, rank: int, backward: Call | None = None) -> list[PointedLine]:
-    """The lines of this step after which a rank held other weights, before any backward pass.
-
-    [] if it held the weights of the case again in the end. ``backward``: of a function of the
-    user's that changes them for a caller which then calls backward, the line of the caller.
-    """
-    places = view.observed.calls.places(
-        Kind.WEIGHTS, where=lambda call: not call.backwards and not call.in_backward
-    )
-    of_rank = [place for place in places if rank in place.by_rank]
-    changes = [
-        call
-        for call in view.observed.calls.of(rank)
-        if call.kind is Kind.WEIGHTS and not call.backwards
-    ]
-    if not changes or not changes[-1].what:
-        return []
-    lines: dict[tuple[str, int], PointedLine] = {}
-    for place in of_rank[:MOST_WEIGHT_LINES]:
-        text = f"changes {_some(place.names)} before backward"
-        met = meeting_lines(place.by_rank[rank][0], backward) if backward is not None else None
-        line = place.line if met is None else met[0]
-        where = "" if line == place.line else f"line {place.line.number} "
-        lines.setdefault((line.file, line.number), PointedLine(line, f"{where}{text}", True))
-    return list(lines.values())
-
-
-def weights_text(view: View, rank: int) -> str:
-    """What these lines changed, as a sentence; "" if there are none."""
-    if not lines_of_weights(view, rank):
-        return ""
-    names = dict.fromkeys(
-        name
-        for call in view.observed.calls.of(rank)
-        if call.kind is Kind.WEIGHTS and not call.backwards
-        for name in call.names
-    )
-    return f"Before backward, the step changes {_some(list(names))}."
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} parameters, such as {names[0]}"
-
-
-# The forward passes of the ranks read other buffers than that of the big batch does.
-
-MOST_COMPARED = 16
-"""The gradients of so many pieces are computed again."""
-
-MOST_BUFFER_LINES = 2
-
-
-def fault_of_buffers(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabouts | None:
-    """Says that buffers are the difference; None unless each of these pieces has the gradient that
-    its rows give with the buffers of its rank.
-    """
-    changes = buffer_changes(pieces.view)
-    if not changes or not all(_is_of_buffers(pieces, one.piece) for one in wrong[:MOST_COMPARED]):
-        return None
-    changed = dict.fromkeys(name for place in changes for name in place.names)
-    apart = buffers_apart(pieces.view)
-    names = [name for name in changed if name in apart] or list(changed)
-    ranks = tuple(sorted({one.piece.rank for one in wrong}))
-    who = ranked(ranks, pieces.view.world_size)
-    verb = "computes" if len(ranks) in (1, pieces.view.world_size) else "compute"
-    differ = "differ between the ranks" if apart else "are not those of the big batch"
-    after = ", which differs between the ranks afterwards" if apart else ""
-    lines = [
-        at(place.line, f"changes {named(place.names)}{after}", True)
-        for place in changes
-        if set(place.names) & set(names)
-    ]
-    return Whereabouts(
-        kind="own gradient",
-        headline=f"buffers {differ}",
-        sentence=f"{who[:1].upper()}{who[1:]} {verb} what its rows give with the buffers that it "
-        f"has: {named(names)}. Before the forward pass, buffers {differ}.",
-        lines=distinct(lines[:MOST_BUFFER_LINES]),
-        ranks=ranks,
-        fix="reduce these buffers over all ranks wherever a rank changes them.",
-    )
-
-
-def _is_of_buffers(pieces: Pieces, piece: Piece) -> bool:
-    """True if the gradient of a piece is that of its rows, with the buffers of its rank."""
-    if piece.rows is None or piece.forward is None or not piece.forward.buffers:
-        return False
-    generator = piece.forward.generator if pieces.view.setting.draws_on_cpu else b""
-    found = pieces.view.examples.with_buffers(piece.rows, generator, piece.forward.buffers)
-    return pieces.factor_between(piece.gradient, found.gradient) is not None
-
-
-# Modules that ran where gradients are turned off, such as a teacher, beside their rows alone.
-
-SAME_OUTPUT = 1e-5
-"""Values whose relative difference is smaller are equal."""
-
-
-@dataclass(frozen=True)
-class WithoutGradients:
-    """``all_agree``: every such call was compared with the same call of the loss of the case, and
-    returned the same; True also where there was none. ``differs``: the first one that returned
-    something else. ``same_input``: it was given the same.
-    """
-
-    all_agree: bool
-    differs: ModuleCall | None = None
-    same_input: bool = False
-
-
-def without_gradients(pieces: Pieces, piece: Piece) -> WithoutGradients:
-    """The calls of a piece where gradients are turned off, beside those of its rows alone.
-
-    A module that was called more or less often than there is not compared.
-    """
-    here = sorted(calls_of(pieces, piece, without_gradients=True), key=lambda one: one.order[1])
-    replay = replay_of(pieces, piece) if here else None
-    if replay is None:
-        return WithoutGradients(all_agree=not here)
-    alone: dict[str, list[ModuleCall]] = {}
-    for call in sorted(replay.calls, key=lambda one: one.order[1]):
-        if not call.with_gradients:
-            alone.setdefault(call.name, []).append(call)
-    times = Counter(call.name for call in here)
-    met: Counter[str] = Counter()
-    complete = True
-    for call in here:
-        others = alone.get(call.name, [])
-        if len(others) != times[call.name]:
-            complete = False
-            continue
-        other = others[met[call.name]]
-        met[call.name] += 1
-        if call.returned is None or other.returned is None:
-            complete = False
-        elif not agree(call.returned, other.returned, _tolerance(pieces, call.returned.dtype)):
-            same = call.given is not None and other.given is not None
-            same = same and agree(call.given, other.given, _tolerance(pieces, ""))
-            return WithoutGradients(all_agree=False, differs=call, same_input=same)
-    return WithoutGradients(complete)
-
-
-def agreement(found: FirstDifference, beside: WithoutGradients) -> str:
-    """Which modules return what the rows give, as a clause."""
-    if not found.before:
-        return "no module was heard" if beside.differs is None else _not_as_alone(beside)
-    if beside.differs is not None:
-        return f"all modules with gradients return what the rows give; {_not_as_alone(beside)}"
-    whose = "" if beside.all_agree else " that ran with gradients"
-    return f"all modules{whose} return what the rows give"
-
-
-def _not_as_alone(beside: WithoutGradients) -> str:
-    same = ", for the same input" if beside.same_input else ""
-    return f"without gradients {module_text(beside.differs)} returns other values{same}"
-
-
-def _tolerance(pieces: Pieces, dtype: str) -> float:
-    return max(pieces.tolerance, SAME_OUTPUT, tolerance_in(eps_of(dtype)) if dtype else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 
@@ -12,10 +12,13 @@ import torch
 
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import VIEWS, Unlike, unlike_the_loss
-from ddp_equivalence.diagnosis.whereabouts.cut_graph import deaf_methods
+from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import VIEWS, BesideLoss, beside_the_loss
+from ddp_equivalence.diagnosis.whereabouts.cuts import (
+    Cut,
+    independent_of_the_loss,
+    only_of_ranks,
+)
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.forward_faults import past_autograd
 from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED, Deal, Selection, found_in
 from ddp_equivalence.diagnosis.whereabouts.loss import (
     Scaling,
@@ -24,7 +27,7 @@ from ddp_equivalence.diagnosis.whereabouts.loss import (
     scalings_of_loss,
 )
 from ddp_equivalence.diagnosis.whereabouts.two_logs import PACKING, TwoLogs
-from ddp_equivalence.measurement.calls import CodeLine, DeafBackward, Operation, Operations, Value
+from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.measure import (
     OneRank,
     operations_beside_one_rank,
@@ -48,24 +51,25 @@ class BesideOneRank:
     """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
 
     ``factor_alone``: it leaves them times this number there; None if it leaves others.
-    ``partings``: where the ranks part from one rank that is right. ``unlike_loss``: where one rank
-    that is wrong leaves the loss of the case. ``past_autograd``: the collectives on the way to
-    wrong gradients of which autograd knows nothing. ``scalings``: the numbers by which the loss was
-    scaled on one rank that is wrong. ``deaf``: the backward methods of the user's own that do not
-    use the gradient that they are given. ``loss_alone``: at which backward began on one rank that
-    is wrong; None if it is not known. ``is_left_by_backward``: what that leaves is what backward
-    has computed.
+    ``partings``: where the ranks part from one rank that is right. ``cuts``: where gradients end on
+    ranks, and not on one rank. ``past_autograd``: the collectives on the way to wrong gradients of
+    which autograd knows nothing. ``loss``: where one rank that is wrong leaves the loss of the
+    case. ``scalings``: the numbers by which its loss was scaled. ``loss_alone``: at which its
+    backward began; None if it is not known. ``is_left_by_backward``: what it leaves is what
+    backward has computed. ``ignoring``: the parameters whose gradients do not depend on how the
+    loss is scaled, on one rank or on others.
     """
 
     is_right_alone: bool
     factor_alone: float | None = None
     partings: tuple[Parting, ...] = ()
-    unlike_loss: tuple[Unlike, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     past_autograd: tuple[Operation, ...] = ()
+    loss: BesideLoss = field(default_factory=BesideLoss)
     scalings: tuple[Scaling, ...] = ()
-    deaf: tuple[DeafBackward, ...] = ()
     loss_alone: float | None = None
     is_left_by_backward: bool = False
+    ignoring: tuple[str, ...] = ()
 
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
@@ -83,20 +87,38 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
         return None
     factor = _factor(view, runs.alone)
+    ignoring = [independent_of_the_loss(run) for run in (runs.alone, *runs.by_rank.values())]
+    found = _compared(view, runs, rows, order, factor)
+    return None if found is None else replace(found, ignoring=max(ignoring, key=len))
+
+
+def _compared(
+    view: View,
+    runs: OneRank,
+    rows: list[tuple[int, ...]] | None,
+    order: tuple[int, ...] | None,
+    factor: float | None,
+) -> BesideOneRank | None:
     if factor is None or abs(factor - 1) > _tolerance(view, runs.alone):
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
         if draws:
             return None
-        unlike = unlike_the_loss(view, runs.alone, _parts(view, rows))
-        return replace(_wrong_alone(runs, factor), unlike_loss=unlike)
+        return BesideOneRank(
+            is_right_alone=False,
+            factor_alone=factor,
+            loss=beside_the_loss(view, runs.alone, _parts(view, rows)),
+            scalings=tuple(scalings_of_loss(runs.alone)),
+            loss_alone=loss_on_one_rank(runs.alone),
+            is_left_by_backward=is_left_by_backward(runs.alone),
+        )
     if view.world_size == 1:
         return None  # the step has left something else this time
-    deaf = deaf_methods(runs, is_right_alone=True)
+    cuts = only_of_ranks([runs.by_rank[rank] for rank in sorted(runs.by_rank)], runs.alone)
     if rows is None and order is not None and _takes_parts(view):
         rows = [tuple(range(view.setting.example_count))] * view.world_size
     if rows is None or order is None:
-        return BesideOneRank(is_right_alone=True, factor_alone=1.0, deaf=deaf)
+        return BesideOneRank(is_right_alone=True, factor_alone=1.0, cuts=cuts)
     place = {example: number for number, example in enumerate(order)}
     deal = Deal(
         tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
@@ -105,18 +127,7 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
         float(view.expected.abs().max()),
     )
     logs = logs_of(runs, deal)
-    return BesideOneRank(True, 1.0, partings(logs), past_autograd=past_autograd(logs), deaf=deaf)
-
-
-def _wrong_alone(runs: OneRank, factor: float | None) -> BesideOneRank:
-    return BesideOneRank(
-        is_right_alone=False,
-        factor_alone=factor,
-        scalings=tuple(scalings_of_loss(runs.alone)),
-        deaf=deaf_methods(runs, is_right_alone=False),
-        loss_alone=loss_on_one_rank(runs.alone),
-        is_left_by_backward=is_left_by_backward(runs.alone),
-    )
+    return BesideOneRank(True, 1.0, partings(logs), cuts, past_autograd(logs))
 
 
 def logs_of(runs: OneRank, deal: Deal) -> TwoLogs:
@@ -422,3 +433,35 @@ NAMES = {
 def called(operation: Operation) -> str:
     """What a user calls this operation."""
     return NAMES.get(operation.name, operation.name.strip("_").removesuffix("_forward"))
+
+
+# Collectives in a forward pass of which autograd knows nothing, on the way to wrong gradients.
+
+
+def past_autograd(logs: TwoLogs) -> tuple[Operation, ...]:
+    """The collectives outside of backward passes that took what has a gradient, left something
+    that was not computed from it as far as autograd knows, and went into a wrong gradient.
+
+    Each line once, in the order in which the first rank ran them.
+    """
+    wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
+    first = logs.ranks[0]
+    found: dict[object, Operation] = {}
+    for number in sorted(
+        _behind(first, [first.results[one] for one in wrong if one in first.results])
+    ):
+        operation = first.operations[number]
+        if operation.loses_gradient and not operation.in_backward and operation.line is not None:
+            found.setdefault(operation.line, operation)
+    return tuple(found.values())
+
+
+def _behind(run: Operations, results: Sequence[int]) -> set[int]:
+    """All operations on which these depend."""
+    open_ones, seen = list(results), set[int]()
+    while open_ones:
+        number = open_ones.pop()
+        if number not in seen:
+            seen.add(number)
+            open_ones.extend(run.operations[number].after)
+    return seen

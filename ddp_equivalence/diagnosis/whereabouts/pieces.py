@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis.example_gradients import LossAndGradient
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import Setting
-from ddp_equivalence.diagnosis.time_left import WHEREABOUTS, OutOfTime, TimeLeft
+from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import (
@@ -31,7 +31,6 @@ from ddp_equivalence.measurement.calls import (
     unpacked,
 )
 from ddp_equivalence.measurement.draws import Draw, DrawReplay
-from ddp_equivalence.measurement.graph_watch import GIVES_NUMBERS, Cut, CutWatch
 from ddp_equivalence.measurement.observation import Forward, Indices, ModuleWatch
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
@@ -256,19 +255,12 @@ def _certain_rows(view: View, rank: int) -> list[Indices] | None:
 
 # Computes the loss of the case of some rows alone, and watches it as the ranks are watched.
 
-MOST_NODES = 20_000
-"""Of a larger graph, only the nodes next to the loss are looked at."""
-
 
 @dataclass(frozen=True)
 class Replay:
-    """``calls``: of modules. ``cuts``: as on a rank. ``nodes``: the names of the functions of
-    autograd that the loss is made of.
-    """
+    """``calls``: of modules."""
 
     calls: tuple[ModuleCall, ...]
-    cuts: tuple[Cut, ...]
-    nodes: frozenset[str]
 
     @property
     def with_gradients(self) -> tuple[ModuleCall, ...]:
@@ -286,17 +278,6 @@ def replay_of(pieces: Pieces, piece: Piece) -> Replay | None:
     return replay_of_rows(setting, piece.rows, pieces.view.time, generator, draws)
 
 
-def replay_of_a_shard(setting: Setting, time: TimeLeft) -> Replay | None:
-    """What the loss of the case does with the examples of rank 0; None if there is no time."""
-    rows = setting.shards[0] if setting.shards else tuple(range(setting.example_count))
-    with time.counted(WHEREABOUTS):
-        try:
-            return replay_of_rows(setting, rows, time)
-        except OutOfTime:
-            time.leave_out(WHEREABOUTS)
-            return None
-
-
 def replay_of_rows(
     setting: Setting,
     rows: Indices,
@@ -311,17 +292,14 @@ def replay_of_rows(
     """
     loss = loss_of_the_case(setting.case)
     number, inside = -1, False
-    nodes: frozenset[str] = frozenset()
 
     def counted(model: nn.Module, batch: Any) -> Any:
-        nonlocal number, inside, nodes
+        nonlocal number, inside
         number, inside = number + 1, True
         if generator:
             torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
         try:
-            value = loss(model, batch)
-            nodes = _nodes_of(value)
-            return value
+            return loss(model, batch)
         finally:
             inside = False
 
@@ -336,35 +314,14 @@ def replay_of_rows(
         warnings.simplefilter("ignore")
         model = build_model(setting.case).double()
         modules = ModuleWatch(model, lambda: (number, 0, not inside))
-        cuts = CutWatch(lambda: (number, 0, not inside))
         try:
             drawing = nullcontext() if draws is None else DrawReplay(draws).watching()
-            with modules.watching(), cuts.watching(), drawing:
+            with modules.watching(), drawing:
                 train(setting.case, model, batches, "gradients", setting.training, counted)
         except BadCase:
             return None
     last = len(batches) - 1
-    return Replay(
-        calls=tuple(call for call in modules.calls if call.step == last),
-        cuts=tuple(
-            cut
-            for cut in cuts.found
-            if cut.step == last and not (cut.in_backward and cut.what in GIVES_NUMBERS)
-        ),
-        nodes=nodes,
-    )
-
-
-def _nodes_of(value: object) -> frozenset[str]:
-    """The names of the functions of autograd behind a tensor."""
-    waiting = deque([value.grad_fn] if isinstance(value, Tensor) and value.grad_fn else [])
-    known: set[Any] = set(waiting)
-    while waiting and len(known) < MOST_NODES:
-        for one, _ in waiting.popleft().next_functions:
-            if one is not None and one not in known:
-                known.add(one)
-                waiting.append(one)
-    return frozenset(node.name() for node in known)
+    return Replay(tuple(call for call in modules.calls if call.step == last))
 
 
 # Finds the first module whose output on a rank is not what the rank's own rows give.
@@ -511,7 +468,8 @@ def agree(ours: TensorSample | None, theirs: TensorSample | None, tolerance: flo
 def operations_of_the_loss(
     setting: Setting, parts: Sequence[Indices], time: TimeLeft
 ) -> list[Operations] | None:
-    """What the loss of the case computes of each of these parts of the big batch, in float64.
+    """What the loss of the case, and its backward pass, compute of each of these parts of the big
+    batch, in float64.
 
     The last of several steps is recorded. None if a loss cannot be computed or is too long.
     """
@@ -540,11 +498,11 @@ def _operations(setting: Setting, part: Indices) -> Operations | None:
         if number < len(batches):
             value: Tensor = loss(model, batch)
             return value
-        with log:
-            last: Tensor = loss(model, batch)
+        running.enter_context(log)
+        last: Tensor = loss(model, batch)
         return last
 
-    with warnings.catch_warnings(), without_planted_faults():
+    with warnings.catch_warnings(), without_planted_faults(), ExitStack() as running:
         warnings.simplefilter("ignore")
         try:
             model = build_model(setting.case).double()

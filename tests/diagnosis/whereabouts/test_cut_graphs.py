@@ -20,11 +20,16 @@ BRANCHES = replace(CASE, model=steps.Branches)
 @pytest.mark.parametrize(
     ("case", "step", "function", "words"),
     [
-        (FOCAL, steps.weights_are_constants, steps.weights_are_constants, "data"),
+        (
+            FOCAL,
+            steps.weights_are_constants,
+            steps.weights_are_constants,
+            "detach() gives a result",
+        ),
         (FOCAL, steps.weights_are_numbers, steps.weights_are_numbers, "item"),
         (FOCAL, steps.weights_without_gradients, steps.weights_without_gradients, "turned off"),
-        (CASE, steps.derivative_is_wrong, steps.Steep, "Steep"),
-        (FOCAL, steps.one_factor_gets_no_gradient, steps.Product, "returned None for input 1"),
+        (CASE, steps.derivative_is_wrong, steps.Steep, "Backward first leaves the right way"),
+        (FOCAL, steps.one_factor_gets_no_gradient, steps.Product, "eturns no gradient for input 1"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -76,7 +81,7 @@ def test_tensors_that_are_cut_on_purpose_are_not_shown(step: Callable[..., Any])
         (CASE, steps.rest_of_a_leaf_is_forgotten, "makes a new leaf"),
         (CASE, steps.head_is_frozen, "sets requires_grad of head.weight, head.bias to False"),
         (CASE, steps.middle_is_copied, "without a gradient"),
-        (BRANCHES, steps.left_in_evaluation_mode, "The model is called in evaluation mode"),
+        (BRANCHES, steps.left_in_evaluation_mode, "left no gradient of heads.1.weight"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -88,7 +93,7 @@ def test_the_line_that_leaves_parameters_without_a_gradient_is_shown(
     found = verdict.localisation.whereabouts
     assert found is not None
     assert words in found.sentence
-    assert distance(found, step) == 0
+    assert distance(found, step) <= NEAR
 
 
 def test_the_line_that_set_a_number_of_a_module_is_shown() -> None:

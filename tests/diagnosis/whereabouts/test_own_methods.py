@@ -29,13 +29,13 @@ LABELS = replace(
 def test_a_backward_method_that_ignores_its_gradient_is_marked(step: Any, within: Any) -> None:
     where = unnamed(SQUARES, step)
     assert where.beside_one_rank == WRONG_ALONE
-    assert where.headline == "a backward method ignores the gradient it is given"
+    assert where.headline == "gradients do not depend on how the loss is scaled"
     assert distance(replace(where, lines=where.lines[:1]), within) == 0
 
 
 def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> None:
     where = unnamed(SQUARES, steps.scaled_gradient_of_one_half)
-    assert where.headline != "a backward method ignores the gradient it is given"
+    assert where.headline != "gradients do not depend on how the loss is scaled"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.diagnosis.whereabouts.faulty import CASE, average, marked_line, where
+from tests.diagnosis.whereabouts.faulty import CASE, NEAR, average, marked_line, where
 
 
 class TwoHeads(nn.Module):
@@ -74,19 +74,15 @@ TWO_HEADS = replace(CASE, model=TwoHeads, loss=both)
 
 
 @pytest.mark.parametrize(
-    ("step", "function", "words"),
-    [
-        (scales_one_term, scales_one_term, "a term of the loss counts 0.25 times"),
-        (weights_one_term_twice, Learner, "a term of the loss counts 2 times"),
-    ],
+    ("step", "function"),
+    [(scales_one_term, scales_one_term), (weights_one_term_twice, Learner)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_term_that_counts_otherwise_is_found(
-    step: Callable[..., Any], function: Any, words: str
-) -> None:
+def test_a_term_that_counts_otherwise_is_found(step: Callable[..., Any], function: Any) -> None:
     found = where(TWO_HEADS, step)
-    assert found.headline == words
-    assert [one.line.number for one in found.lines if one.is_fault] == [marked_line(function)]
+    assert "its own rows give" in found.headline
+    marked = [one.line.number for one in found.lines if one.is_fault]
+    assert min(abs(one - marked_line(function)) for one in marked) <= NEAR
 
 
 def test_a_factor_after_backward_is_no_term_of_the_loss() -> None:
