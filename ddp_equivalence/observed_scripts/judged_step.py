@@ -35,7 +35,6 @@ from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_of_partings
 from ddp_equivalence.diagnosis.whereabouts.parting import (
     COARSEST,
@@ -44,6 +43,7 @@ from ddp_equivalence.diagnosis.whereabouts.parting import (
     partings,
     past_autograd,
 )
+from ddp_equivalence.diagnosis.whereabouts.relations import Sharing
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, Operations
 from ddp_equivalence.measurement.measure import Measurement, OneRank, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
@@ -597,9 +597,9 @@ def _beside(
         return None  # some rows are in several micro-batches
     place = {row: number for number, row in enumerate(order)}
     rows = tuple(tuple(place[row] for row in of_rank) for of_rank in step.rows_by_rank)
-    deal = Deal(rows, len(order), eps, float(view.expected.abs().max()))
+    sharing = Sharing(rows, len(order), eps, float(view.expected.abs().max()))
     runs = OneRank(by_rank, alone)
-    logs = logs_of(runs, deal)
+    logs = logs_of(runs, sharing)
     return BesideOneRank(
         is_right_alone=True,
         factor_alone=1.0,

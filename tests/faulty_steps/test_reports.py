@@ -1,8 +1,8 @@
 """The report of every faulty step fits on a screen, names no other cause, and shows the line.
 
-The steps were written in eleven sets of 16 to 40 by authors who knew none of the causes. The
-reports, as they are without trials of edits, are kept beside them. Write them anew with
-UPDATE_GOLDEN=1 in the environment.
+The steps were written in eleven sets of 16 to 40 by authors who knew none of the causes. Of a dozen
+steps, whose reports say what all others say as well, the whole report is kept as it is without
+trials of edits. Write them anew with UPDATE_GOLDEN=1 in the environment.
 """
 
 from __future__ import annotations
@@ -69,10 +69,23 @@ RACING = frozenset({"s79_overlapped_lm"})
 """The steps whose collectives race, so that what they leave is not twice the same."""
 
 
-LOOKED_AT_IN_FLIGHT = frozenset({"s130_predivided_buckets"})
-"""The steps whose hook all-reduces asynchronously while gradients are looked at: what is known of
-them then, and the lines beside the faulty one, are not twice the same.
-"""
+GOLDEN = frozenset(
+    {
+        "s01_flat_buffer_trainer",  # a line makes other numbers of the gradients
+        "s02_bucketed_reducer",  # parameter_not_reduced
+        "s17_embeddings_outside_ddp",
+        "s39_moving_average",  # a gradient is missing
+        "s61_language_adapters",  # on some ranks
+        "s64_two_level_mesh",  # reduced in groups
+        "s112_gradient_statistics",
+        "s136_two_optimizers",  # right gradients are changed afterwards
+        "s148_instruction_tuning",  # backward drops a gradient
+        "s163_click_prediction",  # the mean of right parts is not the big batch
+        "s186_normalised_together",  # the output of a module differs
+        "s193_adapters_recomputed",  # a module runs without gradients
+    }
+)
+"""The steps of which the whole report is held."""
 
 steady_keys = pytest.mark.parametrize(
     "key",
@@ -101,11 +114,16 @@ def test_the_report_names_the_cause_and_shows_the_line_on_one_screen(
     text = stable(_without_repeating(str(replace(verdict, output={}))))
     assert (verdict.cause or "") == key.get("cause", ""), text
     assert is_shown(key, text) is (path.stem not in NOT_SHOWN), text
+    if path.stem not in GOLDEN:
+        return
     if os.environ.get("UPDATE_GOLDEN"):
-        REPORTS.mkdir(exist_ok=True)
         (REPORTS / f"{path.stem}.txt").write_text(text, "utf-8")
-    kept = _as_held(path.stem, (REPORTS / f"{path.stem}.txt").read_text("utf-8"))
-    assert with_last_digits_of(kept, _as_held(path.stem, text)) == kept
+    kept = _as_held((REPORTS / f"{path.stem}.txt").read_text("utf-8"))
+    assert with_last_digits_of(kept, _as_held(text)) == kept
+
+
+def test_every_whole_report_is_of_a_step() -> None:
+    assert {path.stem for path in REPORTS.glob("*.txt")} == GOLDEN
 
 
 def _fits_on_a_screen(verdict: Verdict) -> bool:
@@ -116,12 +134,11 @@ def _fits_on_a_screen(verdict: Verdict) -> bool:
     return len(lines) <= MOST_LINES and max(widths) <= WIDEST
 
 
-def _as_held(stem: str, report: str) -> str:
-    """What is held of a report: all of it under the torch with which it was written if its step is
-    always seen alike, and its first line otherwise.
+def _as_held(report: str) -> str:
+    """What is held of a report: all of it under the torch with which it was written, and its first
+    line under others.
     """
-    is_held = torch.__version__.startswith(WRITTEN_WITH) and stem not in LOOKED_AT_IN_FLIGHT
-    return report if is_held else report.splitlines()[0]
+    return report if torch.__version__.startswith(WRITTEN_WITH) else report.splitlines()[0]
 
 
 def _without_repeating(report: str) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ddp_equivalence.diagnosis.setting import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.kinship import KnownValues
 from ddp_equivalence.diagnosis.whereabouts.loss import losses_of
+from ddp_equivalence.diagnosis.whereabouts.relations import KnownValues
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 
 READ_BY_PYTHON = "_local_scalar_dense"

@@ -16,13 +16,13 @@ from ddp_equivalence.diagnosis.lines.source_tree import RunLines, run_lines
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike
 from ddp_equivalence.diagnosis.whereabouts.cuts import Cut, cut_text, lines_of_cuts
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.whereabouts.loss import Scaling
 from ddp_equivalence.diagnosis.whereabouts.own_gradient import own_backward_lines
 from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank, Parting, called
 from ddp_equivalence.diagnosis.whereabouts.reduction import CHANGED_AFTERWARDS
+from ddp_equivalence.diagnosis.whereabouts.step_and_loss import Unlike
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     MOST_LINES,
     Whereabouts,
@@ -78,6 +78,8 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     if found.explains_all:
         return found
     cuts = beside.cuts if beside.is_right_alone else beside.loss.cuts
+    if beside.loss.unlike and not has_right_loss(beside, view):
+        cuts = ()
     if cuts and (found.shows_later or found.kind == "not seen"):
         found = with_cuts(found, cuts)
     factor = beside.factor_alone
@@ -376,6 +378,12 @@ def must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
 
 def _close(one: float, other: float) -> bool:
     return abs(one - other) <= SAME_AS_HELD * abs(other)
+
+
+def has_right_loss(beside: BesideOneRank, view: View) -> bool:
+    """True if backward began, on one rank, at the loss of the big batch."""
+    right = view.examples.big_batch_loss
+    return beside.loss_alone is not None and _close(beside.loss_alone, right)
 
 
 def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:

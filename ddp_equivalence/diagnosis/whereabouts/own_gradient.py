@@ -149,11 +149,11 @@ def fault_of_own_gradient(
     )
 
 
-Told = tuple[str, str, tuple[str, ...], list[PointedLine | None]]
+Answer = tuple[str, str, tuple[str, ...], list[PointedLine | None]]
 """A headline, a sentence, the parameters and the lines."""
 
 
-def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) -> Told:
+def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) -> Answer:
     """From where on the piece is wrong."""
     names = _names(pieces, one)
     if found is None:
@@ -169,14 +169,10 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
             return _headline(one), text, names, [last]
         rest = [name for name in pieces.view.parameters.names if name not in names]
         lines = backward_lines(pieces, one.piece)
-        for line in lines:
-            if line is not None and line.note.startswith(WITHHOLDS):
-                return (
-                    "a backward method returns no gradient",
-                    f"Line {line.line.number} {line.note}.",
-                    names,
-                    lines,
-                )
+        for shown in lines:
+            if shown is not None and shown.note.startswith(WITHHOLDS):
+                what = f"Line {shown.line.number} {shown.note}."
+                return "a backward method returns no gradient", what, names, lines
         text += f" Backward first leaves the right way at {named(names[:1])}"
         text += f"; {named(rest)} {'are' if len(rest) > 1 else 'is'} right." if rest else "."
         return "backward gives another gradient", text, names, lines
@@ -205,7 +201,7 @@ def _headline(one: Compared) -> str:
 
 def _wrong_input(
     one: Compared, found: FirstDifference, module: str, names: tuple[str, ...]
-) -> Told:
+) -> Answer:
     assert found.call is not None
     line = found.call.line
     if not found.call.name and found.before is None:

@@ -12,19 +12,23 @@ import torch
 
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import VIEWS, BesideLoss, beside_the_loss
 from ddp_equivalence.diagnosis.whereabouts.cuts import (
     Cut,
     independent_of_the_loss,
     only_of_ranks,
 )
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED, Deal, Selection, found_in
 from ddp_equivalence.diagnosis.whereabouts.loss import (
     Scaling,
     is_left_by_backward,
     loss_on_one_rank,
     scalings_of_loss,
+)
+from ddp_equivalence.diagnosis.whereabouts.relations import RELATED, Selection, Sharing, found_in
+from ddp_equivalence.diagnosis.whereabouts.step_and_loss import (
+    VIEWS,
+    StepAndLoss,
+    compared_with_the_loss,
 )
 from ddp_equivalence.diagnosis.whereabouts.two_logs import PACKING, TwoLogs
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
@@ -65,7 +69,7 @@ class BesideOneRank:
     partings: tuple[Parting, ...] = ()
     cuts: tuple[Cut, ...] = ()
     past_autograd: tuple[Operation, ...] = ()
-    loss: BesideLoss = field(default_factory=BesideLoss)
+    loss: StepAndLoss = field(default_factory=StepAndLoss)
     scalings: tuple[Scaling, ...] = ()
     loss_alone: float | None = None
     is_left_by_backward: bool = False
@@ -107,7 +111,7 @@ def _compared(
         return BesideOneRank(
             is_right_alone=False,
             factor_alone=factor,
-            loss=beside_the_loss(view, runs.alone, _parts(view, rows)),
+            loss=compared_with_the_loss(view, runs.alone, _parts(view, rows)),
             scalings=tuple(scalings_of_loss(runs.alone)),
             loss_alone=loss_on_one_rank(runs.alone),
             is_left_by_backward=is_left_by_backward(runs.alone),
@@ -120,28 +124,28 @@ def _compared(
     if rows is None or order is None:
         return BesideOneRank(is_right_alone=True, factor_alone=1.0, cuts=cuts)
     place = {example: number for number, example in enumerate(order)}
-    deal = Deal(
+    sharing = Sharing(
         tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
         view.setting.example_count,
         torch.finfo(_least_precise(view, runs.alone)).eps,
         float(view.expected.abs().max()),
     )
-    logs = logs_of(runs, deal)
+    logs = logs_of(runs, sharing)
     return BesideOneRank(True, 1.0, partings(logs), cuts, past_autograd(logs))
 
 
-def logs_of(runs: OneRank, deal: Deal) -> TwoLogs:
+def logs_of(runs: OneRank, sharing: Sharing) -> TwoLogs:
     """The logs of both runs, with the parts that the ranks were seen to take of anything."""
-    logs = TwoLogs(runs, deal)
-    found = found_in(logs.values(), deal.selections)
+    logs = TwoLogs(runs, sharing)
+    found = found_in(logs.values(), sharing.selections)
     if not found:
         return logs
-    logs = TwoLogs(runs, replace(deal, others=tuple(found)))
+    logs = TwoLogs(runs, replace(sharing, others=tuple(found)))
     rivals = logs.rivals()
     if not rivals:
         return logs
     others = tuple(one for one in found if one not in rivals)
-    return TwoLogs(runs, replace(deal, others=others), rivals)
+    return TwoLogs(runs, replace(sharing, others=others), rivals)
 
 
 def _takes_parts(view: View) -> bool:

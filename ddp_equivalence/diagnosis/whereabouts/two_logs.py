@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 
-from ddp_equivalence.diagnosis.whereabouts.kinship import (
+from ddp_equivalence.diagnosis.whereabouts.relations import (
     MOST_PACKED,
-    Deal,
-    Kinship,
     Related,
+    Relation,
     Selection,
+    Sharing,
     Values,
     related,
 )
@@ -35,12 +35,12 @@ class TwoLogs:
     """
 
     def __init__(
-        self, runs: OneRank, deal: Deal, rivals: Mapping[Selection, Selection] | None = None
+        self, runs: OneRank, sharing: Sharing, rivals: Mapping[Selection, Selection] | None = None
     ) -> None:
         self.alone = runs.alone
         self.ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
         self.partners = list(_partners(self.alone, self.ranks))
-        self.deal = deal
+        self.sharing = sharing
         self._rivals = rivals or {}
         self._related = cache(self._relation_of)
         self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
@@ -68,7 +68,7 @@ class TwoLogs:
         """The operations that read what this one wrote."""
         return self._readers.get(number, ())
 
-    def result(self, number: int) -> Kinship:
+    def result(self, number: int) -> Relation:
         """How the results of the operation on all ranks are related to that on one rank."""
         each = [self._of_result(number, place) for place in self._places(number)]
         if "other" in each:
@@ -89,7 +89,7 @@ class TwoLogs:
         ]
         return tuple(by_rank), None if alone is None else self.alone.values[alone]
 
-    def given(self, number: int) -> Iterator[tuple[Kinship, Operation | None]]:
+    def given(self, number: int) -> Iterator[tuple[Relation, Operation | None]]:
         """How each value that the operation was given is related to that on one rank, and which
         operation wrote it: on one rank or, if none did there, on any of the ranks.
         """
@@ -150,8 +150,8 @@ class TwoLogs:
         the one that is used elsewhere.
         """
         for rival, usual in self._rivals.items():
-            deal = replace(self.deal, others=(*self.deal.others, rival))
-            if alone is not None and rival in related(by_rank, alone, deal).by:
+            sharing = replace(self.sharing, others=(*self.sharing.others, rival))
+            if alone is not None and rival in related(by_rank, alone, sharing).by:
                 return rival, usual
         return None, None
 
@@ -176,14 +176,14 @@ class TwoLogs:
                     for other in others - by
                     if one.rivals(other)
                 ]
-        rows = self.deal.selections[0]
+        rows = self.sharing.selections[0]
         ordered = [sorted(pair, key=lambda one: (one == rows, votes[one])) for pair in pairs]
         return {one[0]: one[1] for one in ordered}
 
     def _places(self, number: int) -> range:
         return range(len(self.alone.operations[number].returned))
 
-    def _of_result(self, number: int, place: int) -> Kinship:
+    def _of_result(self, number: int, place: int) -> Relation:
         values = tuple(one.returned[place] for one in self._on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how
         return "other" if how == "extreme" and not self._is_sent(number) else how
@@ -204,7 +204,7 @@ class TwoLogs:
     def _relation_of(self, by_rank: tuple[int | None, ...], alone: int | None) -> Related:
         if alone is None or None in by_rank or len(by_rank) < len(self.ranks):
             return Related("unknown")
-        return related(self._values_of(by_rank), self.alone.values[alone], self.deal)
+        return related(self._values_of(by_rank), self.alone.values[alone], self.sharing)
 
     def _values_of(self, by_rank: Sequence[int | None]) -> list[Value]:
         return [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.whereabouts.kinship import KnownValues
+from ddp_equivalence.diagnosis.whereabouts.relations import KnownValues
 from ddp_equivalence.measurement.calls import Value
 
 Change = Callable[[Tensor], Tensor]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED, Deal, related
+from ddp_equivalence.diagnosis.whereabouts.relations import RELATED, Sharing, related
 from ddp_equivalence.measurement.calls import Value
 
-EQUAL = Deal(((0, 1, 2), (3, 4, 5)), 6)
-TURNS = Deal(((0, 2, 4), (1, 3, 5)), 6)
-UNEVEN = Deal(((0,), (1, 2, 3, 4, 5)), 6)
+EQUAL = Sharing(((0, 1, 2), (3, 4, 5)), 6)
+TURNS = Sharing(((0, 2, 4), (1, 3, 5)), 6)
+UNEVEN = Sharing(((0,), (1, 2, 3, 4, 5)), 6)
 
 generator = torch.Generator().manual_seed(3)
 ROWS = torch.randn(6, 4, generator=generator, dtype=torch.float64)
@@ -22,7 +22,7 @@ TERM = torch.randn(4, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("deal", "whole", "parts"),
+    ("sharing", "whole", "parts"),
     [
         (EQUAL, ROWS, [ROWS, ROWS]),
         (EQUAL, ROWS, [2 * ROWS, 2 * ROWS]),
@@ -47,13 +47,13 @@ TERM = torch.randn(4, generator=generator, dtype=torch.float64)
     ],
 )
 def test_what_a_right_step_shares_is_related(
-    deal: Deal, whole: Tensor, parts: list[Tensor]
+    sharing: Sharing, whole: Tensor, parts: list[Tensor]
 ) -> None:
-    assert related([Value.of(part) for part in parts], Value.of(whole), deal).how in RELATED
+    assert related([Value.of(part) for part in parts], Value.of(whole), sharing).how in RELATED
 
 
 @pytest.mark.parametrize(
-    ("deal", "whole", "parts"),
+    ("sharing", "whole", "parts"),
     [
         (EQUAL, ROWS, [ROWS[3:], ROWS[:3]]),
         (EQUAL, ROWS, [ROWS[:3], ROWS[:3]]),
@@ -65,9 +65,9 @@ def test_what_a_right_step_shares_is_related(
     ],
 )
 def test_what_a_right_step_does_not_share_is_another_value(
-    deal: Deal, whole: Tensor, parts: list[Tensor]
+    sharing: Sharing, whole: Tensor, parts: list[Tensor]
 ) -> None:
-    assert related([Value.of(part) for part in parts], Value.of(whole), deal).how == "other"
+    assert related([Value.of(part) for part in parts], Value.of(whole), sharing).how == "other"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,6 @@ def test_values_that_cannot_be_compared_are_unknown(whole: Tensor, parts: list[T
 
 def test_rounding_of_gradients_that_should_be_zero_is_no_other_value() -> None:
     tiny = torch.full((4,), 1e-17, dtype=torch.float64)
-    deal = Deal(EQUAL.rows, EQUAL.examples, scale=1.0)
+    sharing = Sharing(EQUAL.rows, EQUAL.examples, scale=1.0)
     parts = [Value.of(3 * tiny), Value.of(-5 * tiny)]
-    assert related(parts, Value.of(tiny), deal).how in RELATED
+    assert related(parts, Value.of(tiny), sharing).how in RELATED

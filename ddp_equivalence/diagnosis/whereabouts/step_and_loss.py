@@ -18,8 +18,8 @@ from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.cuts import Cut, cuts_of, not_meant
-from ddp_equivalence.diagnosis.whereabouts.kinship import Known, KnownValues
 from ddp_equivalence.diagnosis.whereabouts.pieces import operations_of_the_loss
+from ddp_equivalence.diagnosis.whereabouts.relations import Known, KnownValues
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
 
@@ -54,7 +54,7 @@ class Unlike:
 
 
 @dataclass(frozen=True)
-class BesideLoss:
+class StepAndLoss:
     """A step that is wrong on one rank, beside the loss of the case. ``unlike``: where its forward
     passes leave this loss. ``cuts``: where gradients end that go on in the loss. ``changed``: the
     first operations in or after backward passes that make other gradients, of what the loss has.
@@ -65,7 +65,7 @@ class BesideLoss:
     changed: tuple[Unlike, ...] = ()
 
 
-def beside_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> BesideLoss:
+def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> StepAndLoss:
     """Where a step leaves the loss of the case, in the order in which it does.
 
     ``step``: what one rank ran with the whole batch. ``parts``: the examples of its backward
@@ -76,7 +76,7 @@ def beside_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> B
     parts = parts if len(parts) <= MOST_PASSES and _has_read(view, step, parts) else ()
     recorded = operations_of_the_loss(setting, [whole, *parts], view.time)
     if recorded is None:
-        return BesideLoss()
+        return StepAndLoss()
     passes = _passes(step)
     counts = {*map(len, (whole, *parts)), passes, view.world_size}
     multiples = {float(one) for one in counts} | _counts(recorded)
@@ -96,7 +96,7 @@ def beside_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> B
 
     cuts = not_meant(cuts_of(step), recorded, eps)
     unlike = search(backward=False)
-    return BesideLoss(unlike, cuts, () if unlike or cuts else search(backward=True)[:1])
+    return StepAndLoss(unlike, cuts, () if unlike or cuts else search(backward=True)[:1])
 
 
 def _values(run: Operations, backward: bool) -> Iterator[Value]:

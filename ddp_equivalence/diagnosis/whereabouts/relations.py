@@ -153,7 +153,7 @@ def _slices(tensor: Tensor, dim: int) -> Iterator[bytes]:
 # the value itself, the rows of their own examples, another part that they were seen to take, a
 # term of its sum or mean, or a slice.
 
-Kinship = Literal[
+Relation = Literal[
     "whole", "scaled", "rows", "slice", "sum", "extreme", "packed", "other", "unknown"
 ]
 """What the ranks have of a value of one rank: the value; a multiple of it, all of them the same;
@@ -162,7 +162,7 @@ that is the value; a value of which the largest or the smallest is the value; se
 these kinds in one tensor; another value. "unknown" if the shapes cannot be compared.
 """
 
-RELATED: tuple[Kinship, ...] = ("whole", "scaled", "rows", "slice", "sum", "extreme", "packed")
+RELATED: tuple[Relation, ...] = ("whole", "scaled", "rows", "slice", "sum", "extreme", "packed")
 
 MOST_PACKED = 16
 """Longer lists are not taken for several numbers that were put into one tensor."""
@@ -172,7 +172,7 @@ MOST_CHOICES = 48
 
 
 @dataclass(frozen=True)
-class Deal:
+class Sharing:
     """How the ranks share the whole batch. ``rows``: for each rank, the positions of its examples
     among those of the one rank. ``eps``: of the least precise dtype in which the step computes.
     ``scale``: the largest element of the gradients; what is smaller by far is rounding. ``others``:
@@ -234,19 +234,19 @@ class Related:
     which their parts were taken.
     """
 
-    how: Kinship
+    how: Relation
     by: frozenset[Selection] = field(default_factory=frozenset)
 
 
-def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
+def related(by_rank: Sequence[Value], alone: Value, sharing: Sharing) -> Related:
     """How the values of the ranks are related to that of one rank alone, and what shows it."""
     whole = alone.tensor
     parts = [one.tensor for one in by_rank]
     if any(bool(one.isnan().any()) for one in (whole, *parts)):
         return Related("unknown")
     whole, *parts = finite([whole, *parts])
-    close = Close.of([whole, *parts], deal.eps, deal.scale)
-    factors = deal.factors if alone.is_floating_point else deal.factors[:1]
+    close = Close.of([whole, *parts], sharing.eps, sharing.scale)
+    factors = sharing.factors if alone.is_floating_point else sharing.factors[:1]
     is_alike = all(part.shape == whole.shape for part in parts)
     if is_alike:
         if _is_whole(parts, whole, factors[:1], close):
@@ -258,11 +258,11 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
     elif not alone.is_floating_point and go_further(parts, whole):
         return Related("unknown")
     is_comparable = is_alike
-    for wholes, by in islice(_choices(parts, whole, deal), MOST_CHOICES):
+    for wholes, by in islice(_choices(parts, whole, sharing), MOST_CHOICES):
         is_comparable = True
         if _is_whole(parts, wholes, factors, close):
             return Related("rows", by)
-        if any(_is_sum_in(groups, parts, wholes, factors, close) for groups in deal.groups):
+        if any(_is_sum_in(groups, parts, wholes, factors, close) for groups in sharing.groups):
             return Related("sum", by)
     if is_alike:
         return Related(_of_numbers(parts, whole, close))
@@ -320,7 +320,7 @@ def _is_sum_in(
     )
 
 
-def _of_numbers(parts: Sequence[Tensor], whole: Tensor, close: Close) -> Kinship:
+def _of_numbers(parts: Sequence[Tensor], whole: Tensor, close: Close) -> Relation:
     """The relation of numbers of which the largest or smallest counts, or that are several."""
     stacked = torch.stack(list(parts))
     if whole.numel() and (close(stacked.amax(0), whole) or close(stacked.amin(0), whole)):
@@ -342,14 +342,14 @@ Choice = tuple[Selection | None, list[Tensor] | None]
 
 
 def _choices(
-    parts: Sequence[Tensor], whole: Tensor, deal: Deal
+    parts: Sequence[Tensor], whole: Tensor, sharing: Sharing
 ) -> Iterator[tuple[list[Tensor], frozenset[Selection]]]:
     """What each rank may have of ``whole``: its parts along some dimensions, or all of it in the
     order in which the ranks have their parts.
     """
     if any(part.ndim != whole.ndim for part in parts):
         return
-    dims = [list(_along(dim, parts, whole, deal)) for dim in range(whole.ndim)]
+    dims = [list(_along(dim, parts, whole, sharing)) for dim in range(whole.ndim)]
     for choice in product(*dims):
         by = frozenset(one for one, _ in choice if one is not None)
         if not by:
@@ -363,12 +363,12 @@ def _choices(
         yield wholes, by
 
 
-def _along(dim: int, parts: Sequence[Tensor], whole: Tensor, deal: Deal) -> Iterator[Choice]:
+def _along(dim: int, parts: Sequence[Tensor], whole: Tensor, sharing: Sharing) -> Iterator[Choice]:
     size = whole.shape[dim]
     sizes = [part.shape[dim] for part in parts]
     if all(one == size for one in sizes):
         yield None, None
-    for one in deal.selections:
+    for one in sharing.selections:
         each = size // one.size if one.size and size % one.size == 0 else 0
         if not each:
             continue
