@@ -349,13 +349,13 @@ class _Search:
             *(one.pointed("makes this group", not reduced) for one in groups[:1]),
         ]
         who = ranked(missing, view.world_size)
+        exchanged = [] if reduced else lines_of_exchange(view, path.rank)
         if not reduced and others:
             lines += [
                 *lines_that_left_out(view, others[-1]),
                 others[-1].pointed(f"reduces others, not {named(path.names)}", is_fault=True),
             ]
         elif not reduced:
-            exchanged = lines_of_exchange(view, path.rank)
             lines += exchanged or [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
         elif copies and not written:
             back = "copy the result back to .grad"
@@ -368,7 +368,9 @@ class _Search:
             "gradients of some ranks are missing",
             f"{never} What {who} computed is not in these gradients.".strip(),
             lines,
-            "reduce them over all ranks, after the last backward pass." if not reduced else "",
+            ""
+            if reduced or exchanged
+            else "reduce them over all ranks, after the last backward pass.",
         )
 
     def _passes_count_unequally(
