@@ -34,7 +34,7 @@ def data_parallel_gradient(gpus: int, divide_by: int = 1) -> tuple[Tensor, Tenso
     model, rows, targets = model_and_batch()
     parallel = EmulatedDataParallel(model, gpus)
     mse(parallel, rows, targets).backward()
-    of_replicas = [flat(weights) for weights in parallel.replicas.weights_by_replica]
+    of_replicas = [flat(weights) for weights in parallel.weights_by_replica]
     return flat_gradient(model) / divide_by, torch.stack(of_replicas).sum(0)
 
 

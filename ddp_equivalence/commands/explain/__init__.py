@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.commands.explain.arithmetic import explain
-from ddp_equivalence.commands.explain.explanation import (
-    AdamSettings,
-    Divisor,
-    Epoch,
-    Explanation,
-    KnownGood,
-    LearningRates,
-    LossFactor,
-    Setup,
-)
-from ddp_equivalence.commands.explain.presets import setup_like
+from ddp_equivalence.commands.explain.explanation import Explanation, LearningRates, explain
+from ddp_equivalence.commands.explain.setup import Epoch, KnownGood, Setup, setup_like
 
 __all__ = [
-    "AdamSettings",
-    "Divisor",
     "Epoch",
     "Explanation",
     "KnownGood",
     "LearningRates",
-    "LossFactor",
     "Setup",
     "explain",
     "setup_like",

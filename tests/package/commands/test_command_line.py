@@ -223,8 +223,7 @@ def test_the_doctor_says_what_runs_and_why_not_the_rest(no_cuda: None) -> None:
         (("explain", "--batch", "4", "x"), "unrecognized arguments: x."),
         (
             ("explain", "--batch", "4", "--rank", "2+3"),
-            "--rank 2+3 should be a whole number; with DDP nodes make no difference: give --nodes "
-            "1 --ranks-per-node 5.",
+            "--rank 2+3 should be a whole number.",
         ),
     ],
 )

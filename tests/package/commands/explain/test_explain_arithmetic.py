@@ -1,4 +1,4 @@
-"""Factors and learning rates are those that were worked out by hand."""
+"""Factors, learning rates and epochs are right, and setups that cannot be right are refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from math import isclose, sqrt
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.explanation import ADAM_BETAS
+from ddp_equivalence.commands.explain.explanation import as_data
 
 TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2}
 DIVIDED = {"accumulation": 3, "accumulation_divided": True}
@@ -118,87 +121,58 @@ def test_an_uneven_split_counts_examples_unequally_and_once_on_average() -> None
     assert (found.factor, found.is_multiple) == (Fraction(1), False)
 
 
-@pytest.mark.parametrize(
-    ("batch", "replicas", "sizes"),
-    [(5, 4, (2, 2, 1)), (3, 4, (1, 1, 1)), (9, 4, (3, 3, 3)), (8, 4, (2, 2, 2, 2))],
-)
-def test_replicas_get_what_chunk_gives_them(
-    batch: int, replicas: int, sizes: tuple[int, ...]
+@pytest.mark.parametrize("batch", [3, 5, 8, 9])
+def test_replicas_get_what_chunk_gives_them(batch: int) -> None:
+    setup = Setup(batch=batch, ranks_per_node=4, parallelism="data-parallel")
+    assert setup.replica_sizes(batch) == list(map(len, torch.zeros(batch).chunk(4)))
+
+
+RATES: list[tuple[dict[str, Any], tuple[str, str, float]]] = [
+    ({"known_good": KnownGood.read("2@0.01")}, ("0.0025", "0.02", 0.0025 * sqrt(8))),
+    ({"known_good": KnownGood.read("16@0.001", "sum")}, ("0.004", "0.004", 0.004)),
+    (
+        {"loss": "sum", "known_good": KnownGood.read("16@0.001", "sum")},
+        ("0.001", "0.001", 0.001),
+    ),
+    ({"optimizer": "adam", "known_good": KnownGood.read("4@0.001")}, ("0.001", "0.004", 0.002)),
+]
+
+
+@pytest.mark.parametrize(("fields", "rates"), RATES)
+def test_each_rule_gives_the_rate_worked_out_by_hand(
+    fields: dict[str, Any], rates: tuple[str, str, float]
 ) -> None:
-    import torch
-
-    setup = Setup(batch=batch, ranks_per_node=replicas, parallelism="data-parallel")
-    assert setup.replica_sizes == sizes
-    assert setup.replica_sizes == tuple(map(len, torch.zeros(batch).chunk(replicas)))
-
-
-def test_at_another_batch_each_rule_keeps_its_own() -> None:
-    setup = Setup(
-        batch=4, parallelism="all-reduce-sum", ranks_per_node=4, known_good=KnownGood.read("2@0.01")
-    )
-    rates = explain(setup).learning_rates
-    assert rates is not None
-    assert (rates.scaling, rates.relative) == (Fraction(8), Fraction(4))
-    assert rates.same_step == Fraction("0.0025")
-    assert rates.linear == Fraction("0.02")
-    assert isclose(rates.square_root, 0.0025 * sqrt(8))
-
-
-def test_a_known_sum_is_put_on_the_same_footing() -> None:
-    known = KnownGood.read("16@0.001", loss="sum")
-    mean = explain(Setup(batch=4, ranks_per_node=4, known_good=known))
-    total = explain(
-        Setup(batch=4, ranks_per_node=4, loss="sum", parallelism="all-reduce-sum", known_good=known)
-    )
-    assert mean.learning_rates is not None
-    assert total.learning_rates is not None
-    assert mean.learning_rates.same_step == Fraction("0.016")
-    assert total.learning_rates.same_step == Fraction("0.001")
-
-
-def test_adams_learning_rate_knows_no_factor_and_has_both_rules() -> None:
-    setup = Setup(
-        batch=4,
-        ranks_per_node=4,
-        parallelism="all-reduce-sum",
-        optimizer="adam",
-        known_good=KnownGood.read("4@0.001"),
-    )
-    rates = explain(setup).learning_rates
-    assert rates is not None
-    assert rates.adam is not None
-    assert (rates.same_step, rates.linear) == (Fraction("0.001"), Fraction("0.004"))
-    assert isclose(rates.square_root, 0.002)
-    assert rates.adam.betas == (Fraction("0.6"), Fraction("0.996"))
-    assert isclose(rates.adam.eps, 5e-9)
+    found = explain(
+        Setup(batch=4, ranks_per_node=4, parallelism="all-reduce-sum", **fields)
+    ).learning_rates
+    assert found is not None
+    same_step, linear, root = rates
+    assert (found.same_step, found.linear) == (Fraction(same_step), Fraction(linear))
+    assert isclose(found.square_root, root)
+    assert found.start == (found.square_root if "optimizer" in fields else float(found.linear))
 
 
 @pytest.mark.parametrize(
-    ("batch", "reached"), [(20, True), (21, False), (40, False), (4000, False)]
+    ("batch", "first", "reached"),
+    [
+        (20, "0.9", True),
+        (21, "0.9", False),
+        (4000, "0.9", False),
+        (2, "0", False),
+        (2, "0.49", False),
+    ],
 )
-def test_the_root_rule_for_adam_gives_betas_that_average_two_gradients(
-    batch: int, reached: bool
+def test_the_root_rule_for_adam_is_for_betas_that_average_two_gradients(
+    batch: int, first: str, reached: bool
 ) -> None:
-    setup = Setup(batch=batch, optimizer="adam", known_good=KnownGood.read("4@0.001"))
+    betas = Fraction(first), Fraction("0.999")
+    known = KnownGood.read("4@0.001")
+    setup = Setup(batch=batch, optimizer="adam", betas=betas, known_good=known)
     rates = explain(setup).learning_rates
     assert rates is not None
-    assert rates.adam is not None
-    assert rates.adam.in_reach == reached
-    expected = (Fraction(1, 2), Fraction(199, 200)) if reached else ADAM_BETAS
-    assert rates.adam.betas == expected
-
-
-@pytest.mark.parametrize("first", [Fraction(0), Fraction(49, 100)])
-def test_the_root_rule_is_not_used_for_betas_that_average_over_few_gradients(
-    first: Fraction,
-) -> None:
-    betas = first, Fraction(99, 100)
-    known = KnownGood.read("64@0.001")
-    rates = explain(Setup(batch=4, optimizer="adam", betas=betas, known_good=known)).learning_rates
-    assert rates is not None
-    assert rates.adam is not None
-    assert rates.adam.rule_betas[0] > Fraction(1, 2)
-    assert rates.adam.betas == betas
+    by_rule = tuple(1 - Fraction(batch, 4) * (1 - beta) for beta in betas)
+    assert rates.betas == (by_rule if reached else betas)
+    assert rates.eps == pytest.approx(1e-8 / sqrt(batch / 4))
 
 
 @pytest.mark.parametrize(("divided", "rate"), [(False, "0.005"), (True, "0.01")])
@@ -213,23 +187,143 @@ def test_uneven_replicas_that_are_mended_still_accumulate(divided: bool, rate: s
         known_good=KnownGood.read("32@0.01"),
     )
     found = explain(setup)
-    gathered = explain(replace(setup, parallelism="data-parallel"))
-    assert found.mended_factor == gathered.factor == Fraction("0.01") / Fraction(rate)
-    assert found.learning_rates == gathered.learning_rates
+    assert found.mended == explain(replace(setup, parallelism="data-parallel"))
     assert found.learning_rates is not None
     assert found.learning_rates.same_step == Fraction(rate)
 
 
-def test_a_gradient_that_must_be_mended_gets_the_learning_rate_of_g() -> None:
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4", "4"), ("1/64", "1/64"), ("world-size/8", "1/2"), ("2*world-size*world-size", "32")],
+)
+def test_a_factor_on_the_loss_is_read_exactly(text: str, value: str) -> None:
+    assert Setup(batch=4, ranks_per_node=4, loss_times=text).loss_factor == Fraction(value)
+
+
+# An epoch.
+
+
+@pytest.mark.parametrize("examples", [5, 16, 17, 18, 23, 40])
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 2), (3, 1), (4, 2), (8, 1)])
+def test_an_epoch_has_the_steps_that_sampler_and_loader_give(
+    examples: int, ranks: int, batch: int
+) -> None:
+    epoch = Setup(batch=batch, ranks_per_node=ranks, examples=examples).epoch
+    assert epoch is not None
+    dataset: Any = list(range(examples))
+    seen: list[int] = []
+    for rank in range(ranks):
+        sampler: Any = DistributedSampler(dataset, ranks, rank)
+        loader: Any = DataLoader(dataset, batch, sampler=sampler)
+        batches = [one.tolist() for one in loader]
+        assert len(sampler) == epoch.examples_each
+        assert len(batches) == epoch.micro_batches == epoch.steps
+        assert len(batches[-1]) == epoch.last_batch
+        seen += [example for one in batches for example in one]
+    assert len(seen) - examples == epoch.repeated
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps", "rest", "last"),
+    [(24, 2, 0, 12), (25, 3, 1, 2), (28, 3, 1, 4), (40, 4, 1, 4)],
+)
+def test_steps_of_an_epoch_with_accumulation(
+    examples: int, steps: int, rest: int, last: int
+) -> None:
+    fields: dict[str, Any] = {"accumulation": 3, "accumulation_divided": True}
+    epoch = Setup(batch=2, ranks_per_node=2, examples=examples, **fields).epoch
+    assert epoch is not None
+    assert (epoch.steps, epoch.rest, epoch.last_step) == (steps, rest, last)
+
+
+# Setups that cannot be right.
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"batch": 0}, "batch", "a whole number from 1"),
+    ({"batch": True}, "batch", "a whole number from 1"),
+    ({"batch": 2.5}, "batch", "a whole number from 1"),
+    ({"batch": 10**15}, "batch", "a whole number from 1"),
+    ({"nodes": 0}, "nodes", "a whole number from 1"),
+    ({"ranks_per_node": 10**6}, "ranks_per_node", "a whole number from 1 to 100000"),
+    ({"known_good": "16@0.01"}, "known_good", "a KnownGood, such as KnownGood.read('16@0.01')"),
+    ({"accumulation": 0}, "accumulation", "a whole number from 1"),
+    ({"loss": "median"}, "loss", "one of mean, sum, token-mean"),
+    ({"parallelism": "fsdp"}, "parallelism", "one of ddp, data-parallel"),
+    ({"optimizer": "lion"}, "optimizer", "one of sgd, adam"),
+    ({"loss_times": "two"}, "loss_times", "numbers above 0 and world-size"),
+    ({"loss_times": "1/0"}, "loss_times", "numbers above 0 and world-size"),
+    ({"loss_times": "0"}, "loss_times", "numbers above 0 and world-size"),
+    ({"parallelism": "data-parallel", "nodes": 2}, "nodes", "data-parallel is one process"),
+    ({"parallelism": "none", "nodes": 2}, "nodes", "none is one process"),
+    ({"parallelism": "none", "ranks_per_node": 2}, "ranks_per_node", "separate trainings"),
+    ({"accumulation_divided": False}, "accumulation_divided", "there is no accumulation"),
+    ({"accumulation": 4}, "accumulation_divided", "divided by 4 (--accumulation-divided) or not"),
+    ({"tokens_over": "step"}, "tokens_over", "left out, unless the loss is token-mean"),
+    ({"betas": (Fraction(9, 10),)}, "betas", "two Fractions from 0, below 1"),
+    ({"betas": (Fraction(1, 2),) * 2}, "betas", "left out, unless the optimizer is adam"),
+    ({"examples": 0}, "examples", "a whole number from 1"),
+    (
+        {"loss": "token-mean", "known_good": KnownGood.read("64@0.1", "sum")},
+        "known_loss",
+        "mean: a loss summed over tokens grows with their number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "right"), REFUSED)
+def test_a_setup_that_cannot_be_is_refused_by_name(
+    fields: dict[str, Any], field: str, right: str
+) -> None:
+    with pytest.raises(BadCase) as refused:
+        Setup(**{"batch": 4} | fields)
+    assert refused.value.field == field
+    assert right in refused.value.right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "16", "@", "16@", "@0.01", "16@-1", "16@nan", "16@inf", "16@1/2", "0.1@256"),
+        *("16@1_0", "1_6@0.1", "16@0x1", "\u0661@0.1", "16@+0.1", "16@0.1@2", "16@1e999999999"),
+        *("0@0.01", "16@0", "1@1e31", "1@9e-31"),
+    ],
+)
+def test_a_malformed_known_good_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(BadCase) as refused:
+        KnownGood.read(text)
+    assert refused.value.field == "known_good"
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("16@0.01", "1/100"), ("16@1e-3", "1/1000"), ("1@3", "3"), ("8@.5", "1/2")]
+)
+def test_a_known_good_is_read_exactly(text: str, rate: str) -> None:
+    assert KnownGood.read(text).learning_rate == Fraction(rate)
+
+
+@pytest.mark.parametrize("rate", [0.01, Fraction(0), Fraction(-1, 2), "0.01", Fraction(10**31)])
+def test_a_known_rate_that_is_no_positive_fraction_within_bounds_is_refused(rate: Any) -> None:
+    with pytest.raises(BadCase, match="known_good"):
+        KnownGood(16, rate)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("known", ["1@1e30", "1000000000000@1e-30"])
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_the_largest_and_smallest_that_are_not_refused_are_explained(
+    known: str, loss: Any, optimizer: Any
+) -> None:
     setup = Setup(
-        batch=4,
-        ranks_per_node=4,
-        loss="token-mean",
-        accumulation=3,
+        batch=10**12,
+        nodes=10**12,
+        ranks_per_node=10**5,
+        accumulation=10**12,
         accumulation_divided=False,
-        known_good=KnownGood.read("48@0.01"),
+        parallelism="all-reduce-sum",
+        known_good=KnownGood.read(known, loss),
+        optimizer=optimizer,
+        examples=10**12,
     )
     found = explain(setup)
-    assert (found.factor, found.is_multiple) == (Fraction(3), False)
-    assert found.learning_rates is not None
-    assert found.learning_rates.same_step == Fraction("0.01")
+    assert "every rank holds" in str(found)
+    assert as_data(found)["factor"] == 1e29

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.commands.explain import Explanation, arithmetic, command, verification
-from ddp_equivalence.commands.explain.explanation import Setup, learning_rates_of
+from ddp_equivalence.commands.explain import Explanation, command, explanation, verification
 from ddp_equivalence.commands.main import main
 
 pytestmark = pytest.mark.self_check
@@ -35,8 +34,7 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
     assert errors == ""
     assert run(f"{line} --full") == 0
     text, errors = capsys.readouterr()
-    assert text.startswith("Effective batch 16. The gradient is the big batch's; the learning rate")
-    assert "every rank holds g" in text
+    assert "every rank holds 16 / 16 = 1 g." in text
     assert errors == ""
 
 
@@ -45,26 +43,16 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
     [
         ("--batch 0", "--batch 0 should be a whole number from 1"),
         ("--batch 4 --known-loss sum", "--known-loss sum should be left out, unless --known-good"),
-        ("--batch 100 --known-good 1@1e308", "--known-good 1@1e308 should be BATCH@LR"),
-        (
-            "--batch 64 --loss token-mean --known-good 64@0.1 --known-loss sum",
-            "--known-loss sum should be mean: a loss summed over tokens grows",
-        ),
-        ("--batch 4 --known-good 16x1", "--known-good 16x1 should be BATCH@LR"),
-        ("--batch 4 --known-good 0.1@256", "--known-good 0.1@256 should be the batch first, 256@"),
-        ("--batch 4 --betas 0.9", "--betas 0.9 should be two numbers from 0, below 1"),
-        ("--batch 4 --betas 0.9,0.95", "--betas 0.9,0.95 should be left out, unless the optimizer"),
-        ("--batch 4 --loss-times two", "--loss-times two should be a number above 0, world-size"),
-        ("--batch 4 --loss-times 1/0", "--loss-times 1/0 should be a number above 0, world-size"),
-        ("--batch 4 --tokens-over step", "--tokens-over step should be left out, unless the loss"),
-        ("--batch 4 --sampler even-batches", "--sampler even-batches should be left out, unless"),
-        ("--batch 4 --like nanogpt --drop-last", "--drop-last should be left out with --like"),
-        ("--batch 4 --accumulation-divided", "--accumulation-divided should be left out"),
+        ("--batch 100 --known-good 1@1e31", "--known-good 1@1e31 should be a learning rate"),
+        ("--batch 4 --known-good 0.1@256", "--known-good 0.1@256 should be BATCH@LR, the batch"),
+        ("--batch 4 --betas 0.9", "--betas 0.9 should be two numbers below 1"),
+        ("--batch 4 --loss-times two", "--loss-times two should be numbers above 0 and world-size"),
+        ("--batch 4 --like nanogpt --examples 9", "--examples 9 should be left out with --like"),
         ("--batch 4 --accumulation-not-divided", "--accumulation-not-divided should be left out"),
         ("--batch 4 --accumulation 2", "--accumulation-divided is missing: say whether"),
         (
             "--batch 4 --parallelism data-parallel --nodes 2",
-            "--nodes 2 should be 1: nn.DataParallel",
+            "--nodes 2 should be 1: data-parallel is one process",
         ),
         (
             "--batch 4 --json /nowhere/at/all.json",
@@ -105,7 +93,6 @@ def test_the_file_has_everything_that_the_text_says(tmp_path: Path) -> None:
     assert (found["effective_batch"], found["factor"], found["factor_exact"]) == (8, 4.0, "4")
     assert found["is_multiple"] is True
     assert found["learning_rates"]["linear"] == found["learning_rates"]["start"] == 0.01
-    assert found["unit"] == 1
     assert found["epoch"]["steps"] == 13
     assert found["setup"]["known_good"] == {"batch": 2, "learning_rate": 0.01, "loss": "mean"}
     assert "verification" not in found
@@ -117,34 +104,22 @@ def test_what_ranks_confirm_ends_with_zero(
     path = tmp_path / "explained.json"
     line = "--batch 4 --ranks-per-node 2 --loss sum --known-good 8@0.1 --verify --json"
     assert run(f"{line} {path}") == 0
-    assert "gradient: predicted 4 g; measured 4 g." in capsys.readouterr().out
+    assert "gradient, 4 g: the same on every rank (error " in capsys.readouterr().out
     found = json.loads(path.read_text())["verification"]
-    assert (found["outcome"], len(found["comparisons"])) == ("agrees", 2)
+    assert (found["outcome"], len(found["comparisons"])) == ("same", 2)
 
 
 def test_arithmetic_that_ranks_do_not_confirm_ends_with_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def undivided(setup: Setup) -> int:
-        return 1
-
-    monkeypatch.setattr(arithmetic, "framework_divisor", undivided)
+    *others, averaged = explanation.RULES
+    undivided = replace(averaged, divisor=lambda setup, loss: 1)
+    monkeypatch.setattr(explanation, "RULES", (*others, undivided))
     assert run("--batch 4 --ranks-per-node 2 --known-good 8@0.1 --verify") == 1
     text = capsys.readouterr().out
     assert "IT DIFFERS" in text
-    assert "gradient: predicted 2 g; measured 1 g." in text
-    assert "measured something else" in text
-
-
-def test_a_suggested_rate_that_trains_otherwise_ends_with_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def by_the_root(setup: Setup, factor: Fraction) -> object:
-        return learning_rates_of(setup, factor / 2)
-
-    monkeypatch.setattr(arithmetic, "learning_rates_of", by_the_root)
-    assert run("--batch 4 --ranks-per-node 4 --known-good 16@0.1 --verify") == 1
-    assert "gradient: predicted 1 g; measured 1 g." in capsys.readouterr().out
+    assert "gradient, 2 g: something else (error 0.5)." in text
+    assert text.count("something else") == 2
 
 
 def test_what_fails_in_the_verification_ends_with_three(

@@ -6,24 +6,36 @@ loss, as in the loop that a user writes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, get_args
 
+import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_equivalence.commands.explain import KnownGood, LossFactor, Setup, explain
-from ddp_equivalence.commands.explain.explanation import ONE_PROCESS, Loss, Optimizer, Parallelism
+from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.commands.explain.explanation import last_step_counts
+from ddp_equivalence.commands.explain.setup import ONE_PROCESS, Loss, Optimizer, Parallelism
 
 FEATURES, CLASSES, LENGTH, PADDING = 5, 3, 4, -1
 EXAMPLES = 300
 
-FACTORS = ("1", "3", "1/7", "world-size", "world-size/5", "1/world-size")
+FACTORS: dict[str, Callable[[int], float]] = {
+    "1": lambda world: 1.0,
+    "3": lambda world: 3.0,
+    "1/7": lambda world: 1 / 7,
+    "world-size": float,
+    "world-size/5": lambda world: world / 5,
+    "1/world-size": lambda world: 1 / world,
+    "2*world-size*world-size": lambda world: 2.0 * world**2,
+}
 
 
 @st.composite
@@ -47,7 +59,7 @@ def setups(draw: st.DrawFn) -> Setup:
         accumulation=accumulation,
         accumulation_divided=None if accumulation == 1 else draw(st.booleans()),
         loss=loss,
-        loss_times=LossFactor.read(draw(st.sampled_from(FACTORS))),
+        loss_times=draw(st.sampled_from(list(FACTORS))),
         tokens_over=draw(st.sampled_from(counted)),
         parallelism=parallelism,
         known_good=draw(st.none() | good),
@@ -119,17 +131,14 @@ def simulated(setup: Setup, data: Data) -> Tensor:
                 else:
                     of = everything if setup.tokens_over == "all-ranks" else own
                     losses.append(data.loss(model, part, "sum") / data.tokens(of))
-            loss = torch.stack(losses).mean() * float(setup.loss_times.number)
-            loss = loss * world**setup.loss_times.power
+            loss = torch.stack(losses).mean() * FACTORS[setup.loss_times](world)
             (loss / setup.accumulation if setup.accumulation_divided else loss).backward()
         total += gradient(model)
     return total / world if setup.parallelism in ("ddp", "hybrid") else total
 
 
-def steps_of(setup: Setup) -> tuple[int, int, int]:
-    """From torch's sampler and loader: the steps of an epoch, and how many examples are repeated
-    and left out.
-    """
+def steps_of(setup: Setup) -> tuple[int, int]:
+    """From torch's sampler and loader: the steps of an epoch, and the repeated examples."""
     dataset: Any = list(range(setup.examples or 0))
     seen: list[int] = []
     for rank in range(setup.processes):
@@ -138,7 +147,7 @@ def steps_of(setup: Setup) -> tuple[int, int, int]:
         batches = [one.tolist() for one in loader]
         seen += [example for one in batches for example in one]
     steps = -(-len(batches) // setup.accumulation)
-    return steps, len(seen) - len(set(seen)), len(dataset) - len(set(seen))
+    return steps, len(seen) - len(dataset)
 
 
 @hypothesis_settings(
@@ -163,13 +172,14 @@ def test_a_simulation_agrees(setup: Setup) -> None:
         assert rates.linear == rates.same_step * setup.effective_batch / known.batch
     if setup.examples is not None:
         assert explanation.epoch is not None
-        epoch = explanation.epoch
-        assert (epoch.steps, epoch.repeated, epoch.dropped) == steps_of(setup)
+        assert (explanation.epoch.steps, explanation.epoch.repeated) == steps_of(setup)
     assert str(explanation)
 
 
 def agree_on_unequal_counts(setup: Setup, data: Data, held: Tensor, g: Tensor) -> None:
-    """The explanation says by how much each example counts, or that token counts decide it."""
+    """The explanation says by how much each example counts, or that token counts decide it. What it
+    advises mends both.
+    """
     explanation = explain(setup)
     if setup.loss != "token-mean":
         weights = [share for size, share in explanation.shares for _ in range(size)]
@@ -178,19 +188,80 @@ def agree_on_unequal_counts(setup: Setup, data: Data, held: Tensor, g: Tensor) -
             weight = float(weights[example % setup.batch]) / setup.effective_batch
             (weight * data.loss(model, slice(example, example + 1), "mean")).backward()
         torch.testing.assert_close(held, gradient(model), rtol=1e-9, atol=1e-12)
-        return
-    full = Data(setup.effective_batch, True)
-    full.labels[full.labels == PADDING] = 0  # equal counts: then it is the multiple that is named
-    equal = simulated(setup, full)
-    whole = big_batch(full, setup.effective_batch)
-    if len(set(setup.loss_sizes)) == 1:
-        torch.testing.assert_close(equal, float(explanation.factor) * whole, rtol=1e-9, atol=1e-12)
-    mended = new_model()
-    world = setup.processes
-    for rank in range(
-        world
-    ):  # what the text advises: a sum over all tokens, divided by their count
-        size = setup.batch * setup.accumulation
-        part = slice(rank * size, (rank + 1) * size)
-        (data.loss(mended, part, "sum") / data.tokens(slice(0, size * world))).backward()
-    torch.testing.assert_close(gradient(mended), g, rtol=1e-9, atol=1e-12)
+    elif len(set(setup.loss_sizes(setup.batch))) == 1:
+        full = Data(setup.effective_batch, True)
+        full.labels[full.labels == PADDING] = 0  # equal counts: then it is the named multiple
+        whole = big_batch(full, setup.effective_batch)
+        equal = float(explanation.factor) * whole
+        torch.testing.assert_close(simulated(setup, full), equal, rtol=1e-9, atol=1e-12)
+    mended = explanation.mended
+    assert mended is not None
+    assert mended.is_multiple
+    assert setup.loss != "token-mean" or mended.factor == 1
+    followed = simulated(replace(mended.setup, loss_times="1"), data)
+    followed *= float(mended.setup.loss_factor)
+    torch.testing.assert_close(followed, float(mended.factor) * g, rtol=1e-9, atol=1e-12)
+
+
+def weights_in_the_steps(setup: Setup, last_divisor: int) -> list[Tensor]:
+    """How often each example's gradient is in that of every step, with torch's own sampler.
+
+    ``last_divisor``: by what accumulation divides in a shorter last step.
+    """
+    examples, ranks = setup.examples or 0, setup.processes
+    averaged = 1 if setup.parallelism == "all-reduce-sum" else ranks
+    steps: list[Tensor] = []
+    for rank in range(ranks):
+        data: Any = range(examples)
+        sampler: Any = DistributedSampler(data, ranks, rank, shuffle=False)
+        loader: Any = DataLoader(data, setup.batch, sampler=sampler)
+        for number, batch in enumerate(loader):
+            step, first = divmod(number, setup.accumulation)
+            if rank == 0 and first == 0:
+                steps.append(torch.zeros(examples, dtype=torch.double))
+            whole = (step + 1) * setup.accumulation <= len(loader)
+            divisor = (setup.accumulation if whole else last_divisor) if last_divisor else 1
+            inside = setup.parallelism == "data-parallel-loss-inside"
+            parts = batch.chunk(setup.ranks_per_node) if inside else [batch]
+            for part in parts:
+                share = 1 / (divisor * averaged * len(parts))
+                share /= 1 if setup.loss == "sum" else len(part)
+                steps[step].index_add_(0, part, torch.full((len(part),), share).double())
+    return steps
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    parallelism=st.sampled_from(["ddp", "all-reduce-sum", "data-parallel-loss-inside"]),
+    batch=st.integers(1, 6),
+    accumulation=st.integers(1, 3),
+    divided=st.booleans(),
+    losses=st.tuples(st.sampled_from(["mean", "sum"]), st.sampled_from(["mean", "sum", None])),
+    last=st.integers(1, 60),
+)
+def test_the_last_step_counts_examples_as_it_says(
+    parallelism: Any, batch: int, accumulation: int, divided: bool, losses: Any, last: int
+) -> None:
+    """With the learning rate that makes the update of a whole step one device's."""
+    loss, known_loss = losses
+    fields: dict[str, Any] = {"batch": batch, "accumulation": accumulation, "loss": loss}
+    fields |= {"ranks_per_node": 3, "parallelism": parallelism}
+    fields["accumulation_divided"] = divided if accumulation > 1 else None
+    whole = Setup(**fields).effective_batch
+    if known_loss:
+        fields["known_good"] = KnownGood(whole, Fraction(1), known_loss)
+    setup = Setup(**fields, examples=whole + last)
+    explanation, epoch = explain(setup), setup.epoch
+    assume(explanation.is_multiple)
+    assert epoch is not None
+    assume(epoch.repeated == 0)
+    sums = (known_loss or loss) == "sum"
+    divides = divided and accumulation > 1
+    for divisor in (accumulation, epoch.rest or accumulation) if divides else (0,):
+        found = weights_in_the_steps(setup, divisor)
+        rate = (1.0 if sums else 1 / whole) / found[0].max()
+        on_one_device = 1.0 if sums else 1 / epoch.last_step
+        counted = found[-1][found[-1] > 0] * rate / on_one_device
+        said = last_step_counts(explanation, divisor)
+        assert float(min(said)) == pytest.approx(float(counted.min()))
+        assert float(max(said)) == pytest.approx(float(counted.max()))
