@@ -9,13 +9,14 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from operator import itemgetter
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -283,8 +284,6 @@ for the caller: after somebody has waited for it, or at once if there is no hand
 the frame, since it would keep alive what the step has freed."""
 
 _listeners: Listeners | None = None
-_issued: list[tuple[Any, Issued]] = []
-"""The handles and collectives that a listener knows of and nobody has waited for."""
 
 
 @contextmanager
@@ -301,7 +300,9 @@ def listening(
         yield
     finally:
         _listeners = None
-        _issued.clear()
+        for handle in _handles:
+            handle.issued = None
+        _forget(())
 
 
 @contextmanager
@@ -324,7 +325,7 @@ def inputs(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return ()
 
 
-def tell_of(group: Any, op: str, arguments: tuple[Any, ...]) -> Issued | None:
+def _tell_of(group: Any, op: str, arguments: tuple[Any, ...]) -> Issued | None:
     """Tell the listener of a collective that is about to be issued; None without a listener."""
     if _listeners is None:
         return None
@@ -352,25 +353,11 @@ def _reduce_op(options: object) -> str:
     return str(getattr(operation, "op", operation)).rpartition(".")[2]
 
 
-def remember(work: Any, issued: Issued) -> None:
-    """The collective has this handle. A wait for the handle is told as one for the collective."""
-    _issued.append((work, issued))
-
-
-def tell_of_result(issued: Issued) -> None:
+def _tell_of_result(issued: Issued | None) -> None:
     """Tell the listener that what this collective leaves is in its tensors."""
-    if _listeners is not None:
+    if _listeners is not None and issued is not None:
         with suppress(Exception):
             _listeners[1](issued)
-
-
-def tell_of_wait(work: Any) -> None:
-    """Tell the listener that the collective of this handle was waited for."""
-    for number, (handle, issued) in enumerate(_issued):
-        if handle is work:
-            del _issued[number]
-            tell_of_result(issued)
-            return
 
 
 # Sees which collectives a step has issued and never waited for.
@@ -449,11 +436,12 @@ class MissedWait:
         return f"{self.op} of {self.elements} elements{where}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Handle:
     """A handle that nobody has waited for yet. ``group``: the id of its process group.
 
-    ``arguments``: what the collective was given.
+    ``arguments``: what the collective was given. ``issued``: what a listener was told of it.
+    ``missed``: a step has issued it, and nothing else has waited for it yet.
     """
 
     work: Any
@@ -461,41 +449,63 @@ class _Handle:
     op: str
     arguments: tuple[Any, ...]
     place: tuple[str, int, str]
+    issued: Issued | None
+    missed: bool
 
     @property
     def collective(self) -> MissedWait:
         path, number, _ = self.place
         line = f"{os.path.basename(path)}:{number}" if path else ""
-        return MissedWait(self.op, _elements(self.arguments), line, self.place)
+        tensors = [one for one in inputs(self.arguments) if one.is_floating_point()]
+        return MissedWait(self.op, sum(one.numel() for one in tensors), line, self.place)
 
 
-_handles: list[_Handle] | None = None
-"""The handles of the step that runs, in the order of their collectives; None between steps."""
+_handles: list[_Handle] = []
+"""The handles that a step or a listener waits for, in the order of their collectives."""
+
+_of_a_step = False
+"""True while a step runs whose missing waits are looked for."""
 
 
 @contextmanager
 def missed_waits(device: torch.device) -> Iterator[list[MissedWait]]:
     """The block runs a step; afterwards the list holds the collectives that it never waited for."""
-    global _handles
+    global _of_a_step
     missed: list[MissedWait] = []
-    _handles = []
-    restore = _watch_synchronising() if device.type == "cuda" else []
-    try:
-        yield missed
-    finally:
-        missed += [handle.collective for handle in _handles]
-        _handles = None
-        for owner, name, function in restore:
-            setattr(owner, name, function)
+    _forget()
+    _of_a_step = True
+    with ExitStack() as replaced:
+        for owner, name in SYNCHRONISING if device.type == "cuda" else ():
+            if function := getattr(owner, name, None):
+                replaced.enter_context(patch.object(owner, name, _synchronising(function)))
+        try:
+            yield missed
+        finally:
+            missed += [handle.collective for handle in _handles if handle.missed]
+            _of_a_step = False
+            _forget()
+
+
+def _forget(handles: Iterable[_Handle] | None = None) -> None:
+    """These handles, or all, no longer count as missed; a listener may still wait for them."""
+    for handle in list(_handles) if handles is None else handles:
+        handle.missed = False
+    _handles[:] = [handle for handle in _handles if handle.missed or handle.issued is not None]
 
 
 def watch_handles() -> None:
-    """Notice from now on the handles that process groups return inside ``missed_waits``."""
+    """Notice from now on the handles that process groups return."""
     for name, op in OPS.items():
-        method = getattr(dist.ProcessGroup, name, None)
-        if method is not None and not hasattr(method, "__wrapped__"):
-            setattr(dist.ProcessGroup, name, _issuing(method, op))
-    _watch_waiting(dist.Work)
+        _wrap(dist.ProcessGroup, name, partial(_issuing, op=op))
+    for name in WAITING:
+        _wrap(dist.Work, name, _waiting)
+    _wrap(dist.Work, "is_completed", _completing)
+
+
+def _wrap(kind: Any, name: str, wrapped: Callable[[Callable[..., Any]], Any]) -> None:
+    method = getattr(kind, name, None)
+    if method is not None and not hasattr(method, "__wrapped__"):
+        setattr(kind, name, wrapped(method))
 
 
 def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
@@ -504,93 +514,64 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     @wraps(method)
     @counts_as_torch
     def issuing(group: Any, *arguments: Any, **named: Any) -> Any:
-        issued = tell_of(group, op, (*arguments, *named.values()))
+        given = (*arguments, *named.values())
+        issued = _tell_of(group, op, given)
         work = method(group, *arguments, **named)
-        if issued is not None and work is None:
-            tell_of_result(issued)
-        elif issued is not None:
-            remember(work, issued)
-        handles = _handles
-        if handles is not None and work is not None:
+        if work is None:
+            _tell_of_result(issued)
+        elif _of_a_step or issued is not None:
             place = users_place(sys._getframe(1))
-            handles.append(_Handle(work, id(group), op, (*arguments, *named.values()), place))
+            _handles.append(_Handle(work, id(group), op, given, place, issued, _of_a_step))
         return work
 
     return issuing
 
 
-def _elements(arguments: tuple[Any, ...]) -> int:
-    """The number of elements that go into a collective."""
-    return sum(one.numel() for one in inputs(arguments) if one.is_floating_point())
-
-
-def _watch_waiting(kind: Any) -> None:
-    for name in WAITING:
-        method = getattr(kind, name, None)
-        if method is not None and not hasattr(method, "__wrapped__"):
-            setattr(kind, name, _waiting(method))
-    completed = kind.is_completed
-    if hasattr(completed, "__wrapped__"):
-        return
-
-    @wraps(completed)
-    @counts_as_torch
-    def is_completed(work: Any) -> bool:
-        answer: bool = completed(work)
-        if answer:
-            _waited_for(work)
-            tell_of_wait(work)
-        return answer
-
-    kind.is_completed = is_completed
-
-
 def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, which now takes the handle, and earlier ones of its group, off the list."""
+    """The method, after which the handle, and earlier ones of its group, are waited for."""
 
     @wraps(method)
     @counts_as_torch
     def waiting(work: Any, *arguments: Any, **named: Any) -> Any:
         result = method(work, *arguments, **named)
         _waited_for(work)
-        tell_of_wait(work)
         return result
 
     return waiting
 
 
+def _completing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, after which the handle is waited for if it says that it has completed."""
+
+    @wraps(method)
+    @counts_as_torch
+    def is_completed(work: Any) -> bool:
+        answer: bool = method(work)
+        if answer:
+            _waited_for(work)
+        return answer
+
+    return is_completed
+
+
 def _waited_for(work: Any) -> None:
-    handles = _handles or []
-    for number, handle in enumerate(handles):
+    for number, handle in enumerate(_handles):
         if handle.work is work:
-            handles[: number + 1] = [
-                earlier for earlier in handles[:number] if earlier.group != handle.group
-            ]
+            issued, handle.issued = handle.issued, None
+            _forget([one for one in _handles[: number + 1] if one.group == handle.group])
+            _tell_of_result(issued)
             return
 
 
-def _watch_synchronising() -> list[tuple[Any, str, Any]]:
-    """Let all collectives count as waited for when a device is synchronised.
-
-    Returns what is to be put back: objects, and their attributes of these names and values.
-    """
-    replaced = []
-    for owner, name in SYNCHRONISING:
-        function = getattr(owner, name, None)
-        if function is not None:
-            replaced.append((owner, name, function))
-            setattr(owner, name, _synchronising(function))
-    return replaced
-
-
 def _synchronising(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, after which all collectives that were issued before count as waited for."""
+
     @wraps(function)
     @counts_as_torch
     def synchronising(*arguments: Any, **named: Any) -> Any:
-        before = list(_handles or ())
+        before = list(_handles)
         result = function(*arguments, **named)
-        if _handles is not None:
-            _handles[:] = [handle for handle in _handles if handle not in before]
+        _forget(before)
         return result
 
     return synchronising

@@ -12,7 +12,7 @@ import torch
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpus.nvml import BYTES_PER_PROCESS, EXCLUSIVE, gpus_by_name
+from ddp_equivalence.ranks.gpus import BYTES_PER_PROCESS, EXCLUSIVE, gpus_by_name
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks
 
 # How many processes of a run may be on each GPU at once, and how to see that there were too many.

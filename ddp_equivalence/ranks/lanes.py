@@ -23,7 +23,7 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks import ask_driver
 from ddp_equivalence.ranks.backend_names import BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpus.nvml import EXCLUSIVE_NOTE, any_exclusive, why_not_shared
+from ddp_equivalence.ranks.gpus import EXCLUSIVE_NOTE, any_exclusive, why_not_shared
 
 # A lane is a backend on a kind of device.
 #

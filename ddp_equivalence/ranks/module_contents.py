@@ -12,6 +12,7 @@ import copyreg
 import ctypes
 import hashlib
 import io
+import marshal
 import pickle
 import warnings
 import weakref
@@ -223,7 +224,8 @@ MISSING: Any = object()
 def _constant(value: Any) -> Leaf:
     name = type(value).__name__
     if isinstance(value, str | bytes) and len(value) > LONG_TEXT:
-        return CONSTANT, name, len(value), _digest_of_constants([value])
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
+        return CONSTANT, name, len(value), _digest(data)
     return CONSTANT, name, repr(value) if isinstance(value, float | complex) else value
 
 
@@ -514,10 +516,6 @@ def is_long(value: Any) -> bool:
 MAX_KNOWN_CODES = 20_000
 
 
-class NotPlain(Exception):
-    """A container holds something else than constants and containers of them."""
-
-
 OF_THIS_PROCESS = (
     *(ctypes.CDLL, ctypes._SimpleCData, ctypes._Pointer, ctypes.Structure, io.IOBase),
     *(weakref.ref, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
@@ -566,21 +564,14 @@ def of_tensor(tensor: Tensor) -> bytes:
 
 
 def _digest_if_long(items: list[Any]) -> tuple[Any, ...]:
-    """Number and digest of many items that are all constants; () for any others."""
+    """Number and digest of many items that are all constants or containers of them; else ()."""
     if len(items) <= LONG_CONTAINER:
         return ()
     try:
-        return len(items), _digest_of_constants(items)
-    except (NotPlain, ValueError, RecursionError):  # it may contain itself
+        # This version of the format does not depend on which equal strings are identical.
+        return len(items), _digest(marshal.dumps(items, 2))
+    except ValueError:  # it holds something else, or itself
         return ()
-
-
-def _digest_of_constants(container: object) -> bytes:
-    """The digest of a container of constants and of such containers, at the speed of C.
-
-    Raises NotPlain for any other one.
-    """
-    return _pickled_digest(_PlainPickler, container)
 
 
 def _digest_of(value: object) -> bytes:
@@ -588,16 +579,12 @@ def _digest_of(value: object) -> bytes:
 
     Raises any error that its class raises.
     """
+    sink = _Sink()
+    pickler = _ObjectPickler(sink, protocol=5)
+    pickler.fast = True  # without a memo, since which equal strings are identical is chance
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _pickled_digest(_ObjectPickler, value)
-
-
-def _pickled_digest(pickler: type[pickle.Pickler], value: object) -> bytes:
-    sink = _Sink()
-    writer = pickler(sink, protocol=5)
-    writer.fast = True  # without a memo, since which equal strings are identical is chance
-    writer.dump(value)
+        pickler.dump(value)
     return sink.hash.digest()
 
 
@@ -614,11 +601,6 @@ class _Sink:
     def write(self, data: Any) -> int:
         self.hash.update(data)
         return len(data)
-
-
-class _PlainPickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        raise NotPlain
 
 
 class _ObjectPickler(pickle.Pickler):

@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
 from types import (
-    BuiltinFunctionType,
     CodeType,
     FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
     ModuleType,
 )
 from typing import Any, NoReturn
@@ -32,119 +27,6 @@ from ddp_equivalence.ranks.importable import is_pickled_by_value, modules_pickle
 from ddp_equivalence.ranks.module_contents import CONSTANTS, Edit
 from ddp_equivalence.ranks.process_state import environment_variables, read_training_settings
 from ddp_equivalence.ranks.user_modules import NO_CHANGES, Changes, changes_in
-
-# Tells within microseconds whether a function has changed since it was last pickled.
-#
-# Pickling a function by value takes milliseconds, so the result is kept and used again. A
-# fingerprint covers everything that cloudpickle would send: code, defaults, closure, the globals
-# that the code names, and whatever those refer to in turn. A list, a dict or any other object
-# that can change in place cannot have a fingerprint. A function that refers to one is pickled
-# anew each time.
-
-CONSTANT_TYPES = (
-    *(bool, int, float, complex, str, bytes, type(None), type(...)),
-    *(torch.dtype, torch.device),
-)
-
-PICKLED_BY_NAME = (
-    FunctionType,
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-)
-"""Objects of these types are pickled as a name, so two of them are equal only if identical."""
-
-Fingerprint = tuple[Hashable, ...]
-
-
-class NoFingerprint(Exception):
-    """The value refers to an object that can change unnoticed; the message names its type."""
-
-
-def fingerprint(
-    value: object, by_value: Callable[[Any], bool]
-) -> tuple[Fingerprint, tuple[object, ...]]:
-    """A fingerprint, and the objects that the caller must keep alive as long as it is used.
-
-    The objects are identified by ``id()``, which Python reuses once an object is freed.
-    ``by_value`` is asked about each function, class and module, and returns True if it is pickled
-    by value. Raises NoFingerprint.
-    """
-    identified: list[object] = []
-    return tuple(_parts(value, by_value, identified, {})), tuple(identified)
-
-
-def _parts(
-    value: Any, by_value: Callable[[Any], bool], identified: list[object], seen: dict[int, int]
-) -> Iterator[Hashable]:
-    """Yield the parts of the fingerprint; ``seen`` numbers the functions and classes visited."""
-    yield type(value).__name__
-    if isinstance(value, CONSTANT_TYPES):
-        yield repr(value) if isinstance(value, float | complex) else value
-        return
-    inner: Iterable[object]
-    if isinstance(value, ModuleType) and by_value(value):
-        raise NoFingerprint("module")  # it is pickled with everything in it
-    if isinstance(value, CodeType):
-        yield value
-        yield value.co_filename  # code objects compare equal without it
-        inner = ()
-    elif isinstance(value, FunctionType | type) and by_value(value):
-        if id(value) in seen:
-            yield seen[id(value)]  # a recursive reference
-            return
-        seen[id(value)] = len(seen)
-        inner = _of_function(value) if isinstance(value, FunctionType) else _of_class(value)
-    elif isinstance(value, PICKLED_BY_NAME):
-        identified.append(value)
-        yield id(value)
-        inner = ()
-    elif isinstance(value, tuple):
-        inner = (len(value), *value)
-    elif isinstance(value, staticmethod | classmethod):
-        inner = (value.__func__,)
-    elif isinstance(value, property):
-        inner = value.fget, value.fset, value.fdel
-    elif isinstance(value, partial):
-        inner = value.func, value.args, tuple(value.keywords.items())
-    else:
-        raise NoFingerprint(type(value).__name__)
-    for part in inner:
-        yield from _parts(part, by_value, identified, seen)
-
-
-def _of_function(function: FunctionType) -> Iterator[object]:
-    yield function.__code__
-    yield function.__defaults__
-    yield tuple((function.__kwdefaults__ or {}).items())
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # the variable has no value yet
-            yield "empty"
-    yield tuple(sorted(vars(function).items()))
-    for name in _global_names(function.__code__):
-        if name in function.__globals__:
-            yield name
-            yield function.__globals__[name]
-
-
-def _of_class(cls: type) -> Iterator[object]:
-    yield cls.__bases__
-    for name, value in vars(cls).items():
-        if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__"):
-            yield name
-            yield value
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
-
 
 # Pickles functions by value, with the names of the files that they stand in.
 #
@@ -181,20 +63,11 @@ def _code_in_file(make: Callable[..., CodeType], arguments: Any, file: str) -> C
 # import under its name is pickled by value, with cloudpickle. Examples are a function of a test
 # module under ``--import-mode=importlib``, and one of a file given on the command line.
 
-MAX_CACHED = 64
-"""The number of pickles that are kept. The most recently used ones stay."""
-
 MAX_EDITS = 64 * 2**20
 """Bytes of changed values in modules that are sent to the ranks."""
 
 NAMED = (FunctionType, type, ModuleType)
 """Objects of these types are not looked up by their place in a module, since they have names."""
-
-_cache: OrderedDict[Fingerprint, tuple[bytes, _Found, tuple[object, ...]]] = OrderedDict()
-"""Fingerprint -> the pickle, what it refers to, and the objects to keep alive with it.
-
-They are kept alive as long as the fingerprint is used.
-"""
 
 
 @dataclass(frozen=True)
@@ -218,9 +91,8 @@ class CallerState:
 def dumps(function: Callable[..., Any], argument: object) -> bytes:
     """Pickle a function and its argument, together with the state of this process.
 
-    Functions and classes that the ranks cannot import are pickled separately, by value. That pickle
-    is used again unless something in them may have changed since. Raises BadCase if something has
-    changed in an imported module that cannot be sent to the ranks.
+    Functions and classes that the ranks cannot import are pickled by value. Raises BadCase if
+    something has changed in an imported module that cannot be sent to the ranks.
     """
     caller = CallerState(
         list(sys.path), os.getcwd(), environment_variables(), read_training_settings()
@@ -228,8 +100,7 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
     work, found = (function, argument), _Found()
     changes = NO_CHANGES
     try:
-        body = _pickle_body(work, changes, found)
-        values = _dumps_by_value(tuple(body.by_value), found)
+        data = _cloudpickle(work, changes, found)
     except Exception:  # an object may have a lock, and be found in a module all the same
         if not found.modules:
             raise
@@ -240,29 +111,32 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
     while not complete:
         known = found.modules | found.codes
         changes = changes_in(found.modules, found.codes)
-        body = _pickle_body(work, changes, found)
-        values = _pickle_with_edits(tuple(body.by_value), changes, found)
+        data = _pickle_with_edits(work, changes, found)
         complete = known >= found.modules | found.codes
     caller = replace(
         caller, compared=changes.compared, failed=changes.failed, imports=changes.imports
     )
-    return pickle.dumps((caller, values, body.data))
+    return pickle.dumps((caller, data))
 
 
-def split(message: bytes) -> tuple[CallerState, bytes, bytes]:
-    """Split the result of ``dumps`` into the caller's state and the two arguments of ``loads``.
+def split(message: bytes) -> tuple[CallerState, bytes]:
+    """Split the result of ``dumps`` into the caller's state and the argument of ``loads``.
 
     The rank adopts the state first, because ``loads`` imports modules.
     """
-    parts: tuple[CallerState, bytes, bytes] = pickle.loads(message)
+    parts: tuple[CallerState, bytes] = pickle.loads(message)
     return parts
 
 
-def loads(by_value: bytes, body: bytes) -> tuple[Callable[..., Any], Any, list[Edit]]:
+def loads(data: bytes) -> tuple[Callable[..., Any], Any, Sequence[Edit]]:
     """The function, its argument, and the edits of the imported modules of the user."""
-    values, edits = _Unpickler(BytesIO(by_value), ()).load()
-    function, argument = _Unpickler(BytesIO(body), values).load()
+    (function, argument), edits = _Unpickler(BytesIO(data)).load()
     return function, argument, edits
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, path: Any) -> object:
+        return module_contents.resolve(path)
 
 
 @dataclass(frozen=True)
@@ -279,7 +153,7 @@ class _Found:
 
     def add(self, value: object) -> None:
         kind = type(value)
-        if kind in CONSTANT_TYPES:
+        if kind in CONSTANTS or kind is torch.device:
             return
         if kind is FunctionType and is_pickled_by_value(value):
             self.codes.add(value.__code__)  # type: ignore[attr-defined]  # it is a function
@@ -293,92 +167,15 @@ class _Found:
             self.objects.append(value)
 
 
-@dataclass(frozen=True)
-class _Body:
-    data: bytes
-    by_value: list[object]
-
-
-def _pickle_body(work: object, changes: Changes, found: _Found) -> _Body:
-    file = BytesIO()
-    pickler = _Pickler(file, changes, found)
-    pickler.dump(work)
-    return _Body(file.getvalue(), pickler.by_value)
-
-
-class _Pickler(pickle.Pickler):
-    """Collects in ``by_value`` what must be pickled by value, and pickles its index instead.
-
-    What a rank's import of a module has too is pickled as its path. What an edit puts into a module
-    is collected too, since it must be the same object for the step.
-    """
-
-    def __init__(self, file: BytesIO, changes: Changes, found: _Found) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.by_value: list[object] = []
-        self._places, self._sent = changes.places, changes.sent
-        self._found = found
-
-    def persistent_id(self, value: object) -> Any:
-        if type(value) in CONSTANTS:
-            return None
-        if not isinstance(value, NAMED) and id(value) not in self._sent:
-            self._found.add(value)
-            return self._places.get(id(value))
-        if isinstance(value, NAMED) and not is_pickled_by_value(value):
-            self._found.add(value)
-            return None
-        for index, collected in enumerate(self.by_value):
-            if collected is value:
-                return index
-        self.by_value.append(value)
-        return len(self.by_value) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BytesIO, by_value: tuple[object, ...]) -> None:
-        super().__init__(file)
-        self._by_value = by_value
-
-    def persistent_load(self, key: Any) -> object:
-        if isinstance(key, int):
-            return self._by_value[key]
-        return module_contents.resolve(key)
-
-
-def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:
-    """Pickle these objects by value, or return the last pickle if they have not changed."""
-    if not values:
-        return _NO_VALUES
+def _pickle_with_edits(work: object, changes: Changes, found: _Found) -> bytes:
+    """Pickle the work and the edits of modules. Raises BadCase that names an edit."""
     try:
-        key, identified = fingerprint(values, is_pickled_by_value)
-    except NoFingerprint:
-        return _cloudpickle(values, NO_CHANGES, found)
-    if key not in _cache:
-        new = _Found()
-        _cache[key] = _cloudpickle(values, NO_CHANGES, new), new, identified
-        while len(_cache) > MAX_CACHED:
-            _cache.popitem(last=False)
-    _cache.move_to_end(key)
-    data, known, _ = _cache[key]
-    found.modules.update(known.modules)
-    found.codes.update(known.codes)
-    found.objects.extend(known.objects)
-    return data
-
-
-_NO_VALUES = pickle.dumps(((), []))
-
-
-def _pickle_with_edits(values: tuple[object, ...], changes: Changes, found: _Found) -> bytes:
-    """Pickle these objects by value, with the edits of modules. Raises BadCase, with a name."""
-    try:
-        data = _cloudpickle(values, changes, found)
+        data = _cloudpickle(work, changes, found)
     except Exception:
-        _cloudpickle(values, replace(changes, edits=()), found)  # raises if it is not for an edit
+        _cloudpickle(work, replace(changes, edits=()), found)  # raises if it is not for an edit
         _raise_for_worst_edit(changes)
     if changes.edits and len(data) > MAX_EDITS:
-        without = _cloudpickle(values, replace(changes, edits=()), found)
+        without = _cloudpickle(work, replace(changes, edits=()), found)
         if len(data) - len(without) > MAX_EDITS:
             _raise_for_worst_edit(changes)
     return data
@@ -391,7 +188,7 @@ def _raise_for_worst_edit(changes: Changes) -> NoReturn:
     for edit in changes.edits:
         name = module_contents.text((*edit.path, edit.step))
         try:
-            sizes[name] = len(_cloudpickle((edit.value,), without, _Found()))
+            sizes[name] = len(_cloudpickle(edit.value, without, _Found()))
         except Exception as error:
             right = (
                 f"a value that can be pickled, since the module is not like this in a new "
@@ -406,13 +203,13 @@ def _raise_for_worst_edit(changes: Changes) -> NoReturn:
     raise BadCase("step", worst, right)
 
 
-def _cloudpickle(values: tuple[object, ...], changes: Changes, found: _Found) -> bytes:
+def _cloudpickle(work: object, changes: Changes, found: _Found) -> bytes:
     modules = modules_pickled_by_value()
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         file = BytesIO()
-        _CloudPickler(file, changes, found).dump((values, changes.edits))
+        _CloudPickler(file, changes, found).dump((work, changes.edits))
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
@@ -420,7 +217,9 @@ def _cloudpickle(values: tuple[object, ...], changes: Changes, found: _Found) ->
 
 
 class _CloudPickler(CloudPicklerWithFiles):
-    """Pickles even a module of a special class, such as ``torch.backends.cudnn``, as its name."""
+    """What a rank's import of a module has too is pickled as its path, and even a module of a
+    special class, such as ``torch.backends.cudnn``, as its name.
+    """
 
     def __init__(self, file: BytesIO, changes: Changes, found: _Found) -> None:
         super().__init__(file)

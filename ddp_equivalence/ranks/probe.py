@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from ddp_equivalence.ranks import Rank, pickling, process_state
 from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank_set import Ranks
-from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 # Runs collectives on a rank and compares what they return with results worked out beforehand.
 #
@@ -55,24 +54,6 @@ class ProbeResult:
         return not self.correct and not self.refused
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A group of ``size`` ranks, on the rank that is number ``group_rank`` of the group."""
-
-    group: dist.ProcessGroup | None
-    group_rank: int
-    size: int
-    device: torch.device
-
-    def own_input(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """The input of this rank."""
-        return inputs(self.size, elements)[self.group_rank].to(self.device, dtype, copy=True)
-
-    def reduced(self, op: str, elements: int) -> Tensor:
-        """The correct result of reducing the inputs of all ranks."""
-        return _reduced(op, self.size, elements)
-
-
 @lru_cache(maxsize=16)
 def inputs(ranks: int, elements: int) -> Tensor:
     """The input of each rank: float64, shape (ranks, elements), integers from -3 to 3.
@@ -83,23 +64,56 @@ def inputs(ranks: int, elements: int) -> Tensor:
     return ((position * (rank + 1) + 2 * rank) % 7 - 3).double()
 
 
-@lru_cache(maxsize=64)
-def _reduced(op: str, ranks: int, elements: int) -> Tensor:
-    return REDUCTIONS[op](inputs(ranks, elements))
+@dataclass(frozen=True)
+class _Group:
+    """A group of ``size`` ranks, on the rank that is number ``number`` of the group.
+
+    Each method calls one collective and returns what came out and what is right.
+    """
+
+    group: dist.ProcessGroup | None
+    number: int
+    size: int
+    device: torch.device
+
+    def own_input(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """The input of this rank."""
+        return inputs(self.size, elements)[self.number].to(self.device, dtype, copy=True)
+
+    def all_reduce(self, op: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        values = self.own_input(size, dtype)
+        dist.all_reduce(values, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return values, REDUCTIONS[op](inputs(self.size, size))
+
+    def reduce_scatter(self, op: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        output = torch.zeros(size, dtype=dtype, device=self.device)
+        values = self.own_input(size * self.size, dtype)
+        reduce_op = getattr(dist.ReduceOp, op.upper())
+        dist.reduce_scatter_tensor(output, values, op=reduce_op, group=self.group)
+        reduced = REDUCTIONS[op](inputs(self.size, size * self.size))
+        return output, reduced.chunk(self.size)[self.number]
+
+    def all_gather(self, _: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        outputs = [torch.zeros(size, dtype=dtype, device=self.device) for _ in range(self.size)]
+        dist.all_gather(outputs, self.own_input(size, dtype), group=self.group)
+        return torch.cat(outputs), inputs(self.size, size).flatten()
+
+    def broadcast(self, _: str, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """From the group's last rank, whose number is the same among all ranks."""
+        values = self.own_input(size, dtype)
+        dist.broadcast(values, src=self.size - 1, group=self.group)
+        return values, inputs(self.size, size)[-1]
 
 
 def run(rank: Rank, argument: object) -> Iterator[object]:
     """The work of one rank: yields a tuple of ProbeResults, in the same order on every rank."""
     all_ranks = _Group(dist.group.WORLD, rank.rank, rank.world_size, rank.device)
-    results = [result for dtype in DTYPES for result in _with_dtype(all_ranks, dtype)]
-    for op in ("sum", "avg"):
-        results.append(_all_reduce(all_ranks, op, LARGER_THAN_A_BUCKET, torch.float32))
+    results = [_result(all_ranks, *case) for case in _cases()]
     for size, process_group in _subgroups(rank.world_size, dist.group.WORLD):
         if rank.rank < size:
             subgroup = _Group(process_group, rank.rank, size, rank.device)
-            for op in ("sum", "avg"):
-                results.append(_all_reduce(subgroup, op, SIZES[-1], torch.float32))
-                results.append(_reduce_scatter(subgroup, op, SIZES[-1], torch.float32))
+            for op, name in product(("sum", "avg"), ("all_reduce", "reduce_scatter")):
+                results.append(_result(subgroup, name, op, SIZES[-1], torch.float32))
     new_collectives()  # read these collectives now, or the next check takes them for its own
     yield tuple(results)
 
@@ -117,79 +131,32 @@ def _subgroups(world_size: int, _: object) -> tuple[tuple[int, dist.ProcessGroup
     return groups
 
 
-def _with_dtype(group: _Group, dtype: torch.dtype) -> Iterator[ProbeResult]:
-    # The average of integers is not defined.
-    ops = ["sum", "avg"] if dtype.is_floating_point else ["sum"]
-    if dtype in (torch.float32, torch.int64):
-        ops += ["max", "min"]
-    # Some libraries treat a single element differently. Trying it in one dtype is enough.
-    for size in SIZES if dtype is torch.float32 else SIZES[1:]:
-        for op in ops:
-            yield _all_reduce(group, op, size, dtype)
-            if op in ("sum", "avg"):
-                yield _reduce_scatter(group, op, size, dtype)
-        yield _all_gather(group, size, dtype)
-        yield _broadcast(group, size, dtype)
+def _cases() -> Iterator[tuple[str, str, int, torch.dtype]]:
+    """The collectives that all ranks call: name, op, elements and dtype."""
+    for dtype in DTYPES:
+        # The average of integers is not defined.
+        ops = ["sum", "avg"] if dtype.is_floating_point else ["sum"]
+        more = ["max", "min"] if dtype in (torch.float32, torch.int64) else []
+        # Some libraries treat a single element differently. Trying it in one dtype is enough.
+        for size in SIZES if dtype is torch.float32 else SIZES[1:]:
+            yield from (("all_reduce", op, size, dtype) for op in ops + more)
+            yield from (("reduce_scatter", op, size, dtype) for op in ops)
+            yield from ((name, "", size, dtype) for name in ("all_gather", "broadcast"))
+    yield from (("all_reduce", op, LARGER_THAN_A_BUCKET, torch.float32) for op in ("sum", "avg"))
 
 
-def _all_reduce(group: _Group, op: str, size: int, dtype: torch.dtype) -> ProbeResult:
-    def call() -> Tensor:
-        values = group.own_input(size, dtype)
-        dist.all_reduce(values, op=_reduce_op(op), group=group.group)
-        return values
-
-    return _result(f"all_reduce {op}", group, call, group.reduced(op, size), dtype)
-
-
-def _reduce_scatter(group: _Group, op: str, size: int, dtype: torch.dtype) -> ProbeResult:
-    def call() -> Tensor:
-        output = torch.zeros(size, dtype=dtype, device=group.device)
-        values = group.own_input(size * group.size, dtype)
-        dist.reduce_scatter_tensor(output, values, op=_reduce_op(op), group=group.group)
-        return output
-
-    own_part = group.reduced(op, size * group.size).chunk(group.size)[group.group_rank]
-    return _result(f"reduce_scatter {op}", group, call, own_part, dtype)
-
-
-def _all_gather(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
-    def call() -> Tensor:
-        outputs = [torch.zeros(size, dtype=dtype, device=group.device) for _ in range(group.size)]
-        dist.all_gather(outputs, group.own_input(size, dtype), group=group.group)
-        return torch.cat(outputs)
-
-    return _result("all_gather", group, call, inputs(group.size, size).flatten(), dtype)
-
-
-def _broadcast(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
-    """Broadcast from the group's last rank, whose number is the same among all ranks."""
-
-    def call() -> Tensor:
-        values = group.own_input(size, dtype)
-        dist.broadcast(values, src=group.size - 1, group=group.group)
-        return values
-
-    return _result("broadcast", group, call, inputs(group.size, size)[-1], dtype)
-
-
-def _reduce_op(name: str) -> Any:
-    return getattr(dist.ReduceOp, name.upper())
-
-
-def _result(
-    name: str, group: _Group, call: Callable[[], Tensor], expected: Tensor, dtype: torch.dtype
-) -> ProbeResult:
-    """Call the collective and compare what it returns with ``expected``.
+def _result(group: _Group, name: str, op: str, elements: int, dtype: torch.dtype) -> ProbeResult:
+    """Call the collective and compare what it returns with what is right.
 
     Raises what the collective raises if a connection was lost or the time was over; any other
     error counts as a refusal.
     """
-    elements = len(expected) // (group.size if name == "all_gather" else 1)
     dtype_name = str(dtype).removeprefix("torch.")
     ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
-    collective = f"{name} of {elements} {dtype_name} on {ranks}"
+    collective = f"{f'{name} {op}'.strip()} of {elements} {dtype_name} on {ranks}"
     try:
-        output = call().double().cpu()
+        output, expected = getattr(group, name)(op, elements, dtype)
+        output = output.double().cpu()
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, dist.DistNetworkError) or "timed out" in str(error).lower():
             raise
@@ -214,20 +181,7 @@ def _difference(output: Tensor, expected: Tensor, first_wrong: int) -> str:
     )
 
 
-# Checks that collectives give the right results, before a difference is blamed on the user's
-# loss.
-#
-# To probe is to run many collectives on ranks and compare the results. ``probe`` takes warm ranks
-# itself; ``probe_ranks`` and ``probe_ranks_once`` use ranks that the caller holds.
-
-__all__ = [
-    "DEADLINE",
-    "ProbeResult",
-    "probe",
-    "probe_ranks",
-    "probe_ranks_once",
-    "summarise_refusals",
-]
+# Runs these collectives on ranks and joins what the ranks say of them.
 
 DEADLINE = 30.0
 """Seconds that the ranks get for all collectives together."""
@@ -236,23 +190,11 @@ _known: dict[tuple[str, str, int], tuple[ProbeResult, ...]] = {}
 """(Backend, device type, world size) -> the results found earlier in this process."""
 
 
-def probe(
-    layout: Layout, lane: Lane, collective_timeout: float = DEADLINE / 2
-) -> tuple[ProbeResult, ...]:
-    """Probe a lane on warm ranks, once in this process for each number of ranks.
-
-    ``collective_timeout``: pass that of a check, so that the check's ranks can be used. The caller
-    must not hold ranks itself. Raises RankFailed or RanksTimedOut.
-    """
-    key = lane.backend, lane.device_type, layout.world_size
-    if key not in _known:
-        with warm_ranks().acquire(layout, lane, collective_timeout) as ranks:
-            _known[key] = probe_ranks(ranks)
-    return _known[key]
-
-
 def probe_ranks_once(ranks: Ranks, layout: Layout, lane: Lane) -> tuple[ProbeResult, ...]:
-    """Like ``probe``, on ranks that the caller holds. Raises RankFailed or RanksTimedOut."""
+    """Probe a lane, once in this process for each number of ranks.
+
+    Raises RankFailed or RanksTimedOut.
+    """
     key = lane.backend, lane.device_type, layout.world_size
     if key not in _known:
         _known[key] = probe_ranks(ranks)

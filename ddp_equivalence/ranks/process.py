@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import math
 import os
 import pickle
 import signal
@@ -14,14 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.case.layouts import RankPlace
-from ddp_equivalence.ranks import messages, pickling, process_state, process_tree, workers
+from ddp_equivalence.ranks import messages, pickling, process_state, process_tree
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.collectives import (
     LastCollective,
@@ -39,7 +37,6 @@ from ddp_equivalence.ranks.collectives import (
     record_sends,
     watch_handles,
 )
-from ddp_equivalence.ranks.deadlines import Deadline
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
     LOOPBACK,
@@ -50,7 +47,6 @@ from ddp_equivalence.ranks.environment import (
     nccl_defaults,
     torchrun_environment,
 )
-from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane, device_of, variables
 from ddp_equivalence.ranks.messages import describe_exception
 from ddp_equivalence.ranks.pickling import pickle_by_value_for_workers
@@ -80,7 +76,7 @@ def main(start: StartArguments, channels: Channels) -> None:
     """Be a rank until told to stop, or until the judging process is gone."""
     release_server()
     process_state.become_a_rank()
-    workers.allow_workers()
+    process_tree.allow_workers()
     pickle_by_value_for_workers()
     process_tree.die_with_parent()
     process_tree.adopt_orphans()
@@ -154,9 +150,9 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     groups = existing_groups()
     libraries.begin_work()
     results: list[object] = []
-    caller, by_value, body = pickling.split(work)
+    caller, pickled = pickling.split(work)
     _adopt_caller_state(caller)
-    function, argument, edits = pickling.loads(by_value, body)
+    function, argument, edits = pickling.loads(pickled)
     modules = ModulesOfWork(caller.compared, caller.failed)
     modules.begin(edits)
     # Apply the settings only now: unpickling imports the step's modules, which may change them.
@@ -203,7 +199,7 @@ def _adopt_caller_state(caller: pickling.CallerState) -> None:
     """
     process_state.set_environment(caller.environment | rank_environment())
     sys.path[:] = caller.import_path
-    workers.forget_start_method()
+    process_tree.forget_start_method()
     os.chdir(caller.working_folder)
     for name in caller.imports:
         with suppress(Exception):  # what needs the module says so itself
@@ -383,57 +379,3 @@ def ask(connections: Mapping[int, Connection], seconds: float) -> dict[int, Last
             with suppress(EOFError, OSError):
                 answers[rank] = pickle.loads(ready.recv_bytes())
     return answers
-
-
-# Collects the results of all other ranks in a thread, while rank 0 works in this process.
-
-FAILURE_TIMEOUT = 10.0
-"""Seconds in which the thread has found out why rank 0 lost its connection, if a rank failed."""
-
-KILL_TIMEOUT = 10.0
-"""Seconds in which the thread ends after the ranks were killed."""
-
-
-class OtherRanks:
-    """The thread begins at once. Another rank that fails ends the other ranks, as in every set.
-
-    ``collect``: yields the results of the other ranks. While rank 0 works it has no deadline.
-    """
-
-    def __init__(self, collect: Callable[[Deadline], Iterator[tuple[int, Any]]]) -> None:
-        self.deadline = Deadline(math.inf, "while rank 0 worked")
-        self._results: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._listen, args=(collect,), daemon=True)
-        self._thread.start()
-
-    def have_finished(self) -> bool:
-        """True if all other ranks have finished their work."""
-        return not self._thread.is_alive() and self._error is None
-
-    def collect(self, seconds: float) -> Iterator[tuple[int, Any]]:
-        """Yield their results. They get so many seconds from now, since rank 0 has finished."""
-        after = Deadline.after(seconds)
-        self.deadline.within, self.deadline.until = after.within, after.until
-        while (result := self._results.get()) is not None:
-            yield result
-        if self._error is not None:
-            raise self._error
-
-    def failure(self) -> RankFailed | None:
-        """The failure of another rank that explains why rank 0 has lost its connection."""
-        self._thread.join(0 if self.have_finished() else FAILURE_TIMEOUT)
-        return self._error if isinstance(self._error, RankFailed) else None
-
-    def wait_until_killed(self) -> None:
-        """Wait until the thread has noticed that its ranks are gone."""
-        self._thread.join(KILL_TIMEOUT)
-
-    def _listen(self, collect: Callable[[Deadline], Iterator[tuple[int, Any]]]) -> None:
-        try:
-            for result in collect(self.deadline):
-                self._results.put(result)
-        except BaseException as error:  # the thread of rank 0 raises it
-            self._error = error
-        finally:
-            self._results.put(None)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.ranks import workers
+from ddp_equivalence.ranks import process_tree
 from ddp_equivalence.ranks.importable import is_in_installation_folder
 from ddp_equivalence.ranks.process_tree import children, has_children, process_name
 from ddp_equivalence.ranks.rank import Rank
@@ -445,11 +445,11 @@ def left_running(threads_before: Set[int | None]) -> tuple[str, ...]:
     until = time.monotonic() + ENDING_TIMEOUT
     while True:
         threads = _threads(threads_before)
-        started = workers.wait_for_ended() if has_children() else []
+        started = process_tree.wait_for_ended() if has_children() else []
         processes = _processes(started) if has_children() else []
         may_end = started or any(map(_may_end, threads))
         if not (threads or processes):
-            workers.stop_own_server()
+            process_tree.stop_own_server()
         if not (threads or processes) or not may_end or time.monotonic() > until:
             return (*(f"thread {thread.name!r} left running" for thread in threads), *processes)
         time.sleep(0.01)
@@ -466,7 +466,7 @@ def _threads(before: Set[int | None]) -> list[threading.Thread]:
 def _processes(started: Iterable[Any]) -> list[str]:
     """All child processes, as phrases. ``started``: those that multiprocessing knows."""
     found = children(os.getpid())
-    server = workers.own_server()
+    server = process_tree.own_server()
     if server is not None:
         del found[server]
         found |= children(server)
@@ -573,7 +573,7 @@ class _GroupOfAScript:
                     f"{name} out, or take it from the argument rank of the step"
                 )
         self.was_started = True
-        self.set_world(self._world)
+        set_world(self._world)
         return ""
 
     def end(self, destroy: Any) -> None:
@@ -583,14 +583,11 @@ class _GroupOfAScript:
         for group in _groups():
             if group is not self._world and id(group) not in self._groups:
                 destroy(group)
-        self.set_world(None)
-
-    def set_world(self, group: object) -> None:
-        member: Any = dist.GroupMember
-        member.WORLD = group
+        set_world(None)
 
     def restore(self) -> None:
-        self.set_world(self._world)
+        """Give the rank its group again."""
+        set_world(self._world)
 
 
 _current: list[_GroupOfAScript] = []
@@ -654,6 +651,12 @@ def replace_functions() -> None:
 def _set(name: str, function: Any) -> None:
     setattr(dist, name, function)
     setattr(dist.distributed_c10d, name, function)
+
+
+def set_world(group: object) -> None:
+    """Make this group the default group of this process; None if there is to be none."""
+    member: Any = dist.GroupMember
+    member.WORLD = group
 
 
 def _groups() -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from ddp_equivalence.case.layouts import RankPlace
-from ddp_equivalence.ranks import messages, process, process_tree, workers
+from ddp_equivalence.ranks import messages, process, process_tree
 from ddp_equivalence.ranks.collectives import LastCollective
 from ddp_equivalence.ranks.failure import RankEnd
 from ddp_equivalence.ranks.process import Channels, StartArguments, main
@@ -63,7 +63,7 @@ class RankProcess:
             channels = Channels(work, status, output, stacks)
             process = self._context.Process(target=main, args=(arguments, channels), daemon=True)
             try:
-                with workers.children_allowed():
+                with process_tree.children_allowed():
                     process.start()
             except EOFError as error:
                 what = "the fork server has ended (too many processes?)"

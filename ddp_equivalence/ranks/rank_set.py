@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
-import signal
-import socket
-import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -34,7 +32,7 @@ from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks, visible_devices
 from ddp_equivalence.ranks.messages import describe_exception, is_describing_exception
 from ddp_equivalence.ranks.pickling import pickled_by_value_for_workers
-from ddp_equivalence.ranks.process import OtherRanks, StartArguments, join_group, rank_environment
+from ddp_equivalence.ranks.process import StartArguments, join_group, rank_environment
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_process import RankProcess
 from ddp_equivalence.ranks.server import empty_main_module, start_server
@@ -384,12 +382,18 @@ class RankSet:
 COLLECTIVE_TIMEOUT = 24 * 3600.0
 """Seconds that the other ranks wait in a collective while a user debugs rank 0."""
 
+FAILURE_TIMEOUT = 10.0
+"""Seconds in which it is known why rank 0 lost its connection, if another rank failed."""
+
 _destroyed_groups: list[object] = []
 """Groups of stopped rank sets. They are kept, as freeing one can deadlock torch 2.13."""
 
 
 class InProcessRankSet(RankSet):
     """Rank 0 works in this process, without a deadline; its exceptions are not wrapped.
+
+    A thread that waits in a collective runs no Python code, so that neither Ctrl-C nor a timeout
+    reaches it. It waits at most for ``collective_timeout``.
 
     The process is a member of the group only while rank 0 works. All other code here, such as the
     user's batch, finds no group, as in every process that judges.
@@ -405,7 +409,7 @@ class InProcessRankSet(RankSet):
         method: str = "forkserver",
     ) -> None:
         super().__init__(layout, lane, COLLECTIVE_TIMEOUT, environment, devices, method)
-        self._longest_collective = collective_timeout
+        self._own_timeout = collective_timeout
         self._rank_0: Rank | None = None
         self._group: object = None
         self._rank_0_environment: dict[bytes, bytes] = {}
@@ -422,34 +426,33 @@ class InProcessRankSet(RankSet):
         After rank 0 has finished, the others get ``deadline`` seconds. Raises RankFailed or
         RanksTimedOut if another rank fails, or has finished and rank 0 still waits for it.
         """
-        others = OtherRanks(self.collect_until)
-        guard = Rank0Guard(self._kill_others, others.have_finished, self._longest_collective)
-        complete = False
-        try:
-            yield from ((0, result) for result in self._work_of_rank_0())
-            guard.stop()
-            yield from others.collect(deadline)
-            complete = True
-        except Exception as error:
-            guard.stop()
-            failure = self._failure(error, others, guard.broken)
-            if failure is None:
-                raise
-            raise failure from error
-        finally:
-            guard.stop()
-            if not complete:
-                self._kill_others()
-                others.wait_until_killed()
+        until = Deadline(math.inf, "while rank 0 worked")
+        with ThreadPoolExecutor(1) as thread:
+            others = thread.submit(list, self.collect_until(until))
+            complete = False
+            try:
+                yield from ((0, result) for result in self._work_of_rank_0())
+                after = Deadline.after(deadline)
+                until.within, until.until = after.within, after.until
+                yield from others.result()
+                complete = True
+            except Exception as error:
+                failure = self._failure(error, others, until)
+                if failure is None:
+                    raise
+                raise failure from error
+            finally:
+                if not complete:
+                    self._kill_others()
 
     def _work_of_rank_0(self) -> Iterator[Any]:
-        _, by_value, body = pickling.split(self._work)
+        _, work = pickling.split(self._work)
         outside = process_state.capture()
         process_state.set_environment({**outside.environment, **self._rank_0_environment})
         before = process_state.capture()
         try:
             # The user's modules are those of this process, so there is nothing to edit in them.
-            function, argument, _ = pickling.loads(by_value, body)
+            function, argument, _ = pickling.loads(work)
             with self._in_group(), pickled_by_value_for_workers():
                 yield from function(self._rank_0, argument)
             changed = process_state.restore(before)
@@ -459,37 +462,31 @@ class InProcessRankSet(RankSet):
             process_state.restore(outside)
 
     def _failure(
-        self, error: Exception, others: OtherRanks, others_killed: bool
+        self, error: Exception, others: Future[list[tuple[int, Any]]], until: Deadline
     ) -> RankFailed | None:
-        """The failure of all ranks; None if ``error`` is an exception of rank 0 alone.
-
-        ``others_killed``: the guard has killed the other ranks, since rank 0 still waited for them
-        after they had finished.
-        """
-        within = others.deadline.within
+        """The failure of all ranks; None if ``error`` is an exception of rank 0 alone."""
         if isinstance(error, RankFailed) and error.ends:  # rank 0 itself has finished
-            return messages.failure([self.rank_end(0, "finished"), *error.ends], within)
+            return messages.failure([self.rank_end(0, "finished"), *error.ends], until.within)
         described = describe_exception(error)
         if not messages.was_left_waiting(described.what):
             return None
-        of_others = others.failure()
-        if of_others is None and not others_killed:
-            return None
-        what = described.what
-        ends: Sequence[RankEnd] = of_others.ends if of_others is not None else ()
-        if not ends:
-            ends = [self.rank_end(row.rank, "finished") for row in self._rows_to_start()]
-            seconds = f"{self._longest_collective:g} s"
-            what = f"still waited {seconds} after all other ranks had finished their work"
+        until.within = f"within the {self._own_timeout:g} s that a collective may take"
+        try:
+            of_others = others.exception(FAILURE_TIMEOUT)
+        except TimeoutError:  # they still work, and the end of their time shows where they are
+            until.until = time.monotonic()
+            of_others = others.exception()
+        ends: Sequence[RankEnd] = getattr(of_others, "ends", ())
+        ends = ends or [self.rank_end(row.rank, "finished") for row in self._rows_to_start()]
         rank_0 = replace(
-            self.rank_end(0, "exception", what),
+            self.rank_end(0, "exception", described.what),
             detail=described.traceback,
             line=described.line,
             at=described.at,
             last=described.last,
             waits=True,
         )
-        return messages.failure([rank_0, *ends], within)
+        return messages.failure([rank_0, *ends], until.within)
 
     def _kill_others(self) -> None:
         self.broken = True
@@ -536,12 +533,14 @@ class InProcessRankSet(RankSet):
     def _join_group(self) -> None:
         before, outside = process_state.capture(), dist.group.WORLD
         try:
-            self._rank_0 = join_group(self._start_arguments(self.layout.rows[0]), self._pass_port)
+            arguments = self._start_arguments(self.layout.rows[0])
+            arguments = replace(arguments, collective_timeout=self._own_timeout)
+            self._rank_0 = join_group(arguments, self._pass_port)
             self._rank_0_environment = rank_environment()
         finally:
             if dist.group.WORLD is not outside:
                 self._group = dist.group.WORLD
-            _set_world(outside)
+            process_state.set_world(outside)
             process_state.restore(before)
         super()._join_group()
 
@@ -549,128 +548,13 @@ class InProcessRankSet(RankSet):
     def _in_group(self) -> Iterator[None]:
         """In the block, the group of the ranks is this process's default group."""
         outside = dist.group.WORLD
-        _set_world(self._group)
+        process_state.set_world(self._group)
         try:
             yield
         finally:
-            _set_world(outside)
+            process_state.set_world(outside)
 
     def _pass_port(self, port: int | None) -> int:
         assert port is not None  # rank 0 has opened the store
         self._send_port(port)
         return port
-
-
-def _set_world(group: object) -> None:
-    member: Any = dist.GroupMember
-    member.WORLD = group
-
-
-# A thread that ends the collective in which rank 0 waits in vain, when rank 0 is this process.
-#
-# A thread that waits in a collective cannot run any Python code, so neither Ctrl-C nor a timeout
-# reaches it. What ends the wait is the end of the other ranks: the backend then loses its
-# connections and raises an error.
-
-INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
-"""The signals whose handlers usually raise an exception. Timeouts use SIGALRM."""
-
-GUARD_INTERVAL = 0.1
-"""Seconds between two looks at what rank 0 does."""
-
-INTERRUPT_TIMEOUT = 0.3
-"""If rank 0 has not moved for so many seconds after a signal, its handler cannot run."""
-
-
-CPU_SECONDS = 0.01
-"""A thread that computes for less than this, between two looks, is taken to wait."""
-
-
-class Rank0Guard:
-    """Watches the thread that makes it, until ``stop`` is called.
-
-    ``break_collective`` is called, once, if that thread waits inside torch and a signal cannot
-    reach it, or if it has waited for ``longest`` seconds after the ``others_finished``. It is not
-    called while the thread runs other code, such as a debugger. ``broken``: it was called.
-    """
-
-    def __init__(
-        self,
-        break_collective: Callable[[], None],
-        others_finished: Callable[[], bool],
-        longest: float,
-    ) -> None:
-        self._break_collective = break_collective
-        self._others_finished = others_finished
-        self._longest = longest
-        self._watched = threading.get_ident()
-        self._stopping = False
-        self._place: tuple[int, int] | None = None
-        self._computed = 0
-        self._since = 0.0
-        self._interrupted = False
-        self.broken = False
-        self._ours, self._signals = socket.socketpair()
-        self._ours.settimeout(GUARD_INTERVAL)
-        self._signals.setblocking(False)
-        self._former: int | None = None
-        if threading.current_thread() is threading.main_thread():
-            # Python's handler in C, which always runs, writes the number of each signal to it.
-            descriptor = self._signals.fileno()
-            self._former = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, name="rank 0 guard", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop watching. The thread that is watched must call it, and may call it again."""
-        former, self._former = self._former, None
-        if former is not None:
-            signal.set_wakeup_fd(former)
-        self._stopping = True
-        self._thread.join()
-        self._ours.close()
-        self._signals.close()
-
-    def _watch(self) -> None:
-        while not self._stopping:
-            with suppress(TimeoutError):
-                self._note_signals(self._ours.recv(4096))
-            if self._waits_in_vain():
-                self.broken = True
-                self._break_collective()
-                return
-
-    def _note_signals(self, numbers: bytes) -> None:
-        former = self._former
-        if former is not None and former >= 0:  # somebody else wants to know of signals too
-            with suppress(OSError):
-                os.write(former, numbers)
-        if any(number in INTERRUPTING for number in numbers):
-            self._interrupted = True
-            self._place, self._since = self._place_in_torch(), time.monotonic()
-
-    def _waits_in_vain(self) -> bool:
-        place, computed = self._place_in_torch(), self._cpu_time()
-        if place is None or place != self._place:
-            self._interrupted = False  # it has run Python code, and with it the signal's handler
-        if place is None or (place, computed) != (self._place, self._computed):
-            self._place, self._computed, self._since = place, computed, time.monotonic()
-            return False
-        seconds = time.monotonic() - self._since
-        if self._interrupted and seconds > INTERRUPT_TIMEOUT:
-            return True
-        return seconds > self._longest and self._others_finished()
-
-    def _place_in_torch(self) -> tuple[int, int] | None:
-        """Where in torch's Python code the thread is; None if it is somewhere else."""
-        frame = sys._current_frames().get(self._watched)
-        if frame is None or f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
-            return None
-        return id(frame), frame.f_lasti
-
-    def _cpu_time(self) -> int:
-        """How long the thread has computed. It does not grow while the thread waits."""
-        if not hasattr(time, "pthread_getcpuclockid"):  # macOS
-            return 0
-        computed = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
-        return int(computed / CPU_SECONDS)

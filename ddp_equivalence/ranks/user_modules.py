@@ -48,13 +48,13 @@ from ddp_equivalence.ranks.module_contents import (
     Rows,
 )
 from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
+from ddp_equivalence.ranks.process_tree import children_allowed
 from ddp_equivalence.ranks.server import (
     empty_main_module,
     release_server,
     start_method,
     start_server,
 )
-from ddp_equivalence.ranks.workers import children_allowed
 
 # Imports modules of the user in a new process, and describes what the imports alone give.
 #
@@ -171,15 +171,13 @@ class Changes:
 
     ``compared``: the modules that were compared. ``failed``: module -> why it could not be imported
     for that. ``places``: the id of an object -> the path at which a fresh import has it too.
-    ``sent``: the ids of the objects that edits put into the modules. ``imports``: what a rank must
-    import, in this order, before anything is unpickled.
+    ``imports``: what a rank must import, in this order, before anything is unpickled.
     """
 
     compared: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)
     edits: Sequence[Edit] = ()
     places: Mapping[int, Path] = field(default_factory=dict)
-    sent: frozenset[int] = frozenset()
     imports: Sequence[str] = ()
 
 
@@ -284,7 +282,6 @@ def _changes(
         failed=fresh.failed,
         edits=edits,
         places=places,
-        sent=frozenset(now.places.keys() - places.keys()),
         imports=[
             name
             for name in dict.fromkeys((*names, *fresh.rows))

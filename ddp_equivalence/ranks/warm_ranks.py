@@ -10,10 +10,10 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from ddp_equivalence.case.layouts import Layout, parse
@@ -36,13 +36,6 @@ DESCRIPTORS_TO_START = 16
 
 NO_MORE_PROCESSES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 """Errors that idle ranks can be the reason for: of file descriptors and of processes."""
-
-WAIT_FOR_OTHER_WORKERS = 30.0
-"""Seconds in which ranks try to start on GPUs that other workers of the run have left no room on.
-Another worker stops its idle ranks there after the case that it is at."""
-
-PAUSE = 0.5
-"""Seconds between two such attempts."""
 
 CUDA_NEEDS_SPAWN = "CUDA in forked subprocess"
 """Part of torch's error on a rank that was forked from a process that has used CUDA."""
@@ -124,15 +117,12 @@ class WarmRanks:
         if locks is None:
             yield cuda_devices() if key.lane.device_type == "cuda" else ()
             return
-        # Other workers may wait for GPUs on which idle ranks of this one have left no room.
-        leave = partial(self._idle.leave_where, locks.is_asked_for)
-        with locks.hold(key.layout, key.lane, self._idle.devices_of(key), leave) as devices:
+        with locks.hold(key.layout, key.lane, self._idle.devices_of(key)) as devices:
             yield devices
 
     def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
         """Start a set; try again if something can be done about the reason why it did not start."""
         rank_set_type = InProcessRankSet if key.in_process else RankSet
-        until = time.monotonic() + WAIT_FOR_OTHER_WORKERS
         while True:
             on_cuda = key.lane.device_type == "cuda"
             method = "spawn" if on_cuda and self._cuda_needs_spawn else key.method
@@ -145,7 +135,7 @@ class WarmRanks:
             except BaseException as error:
                 rank_set.broken = True
                 rank_set.stop()
-                if self._may_start_now(error, key, devices, method, until):
+                if self._may_start_now(error, key, devices, method):
                     continue
                 if not isinstance(error, OSError):
                     raise
@@ -155,21 +145,14 @@ class WarmRanks:
             return rank_set
 
     def _may_start_now(
-        self,
-        error: BaseException,
-        key: RankSetKey,
-        devices: Devices,
-        method: str,
-        until: float,
+        self, error: BaseException, key: RankSetKey, devices: Devices, method: str
     ) -> bool:
         """Do something that may help after this failure to start; False if there is nothing."""
         if isinstance(error, RankFailed):
             if method != "spawn" and CUDA_NEEDS_SPAWN in str(error):
                 self._cuda_needs_spawn = True
                 return True
-            return self._idle.leave_gpus(key, devices, error) or others_may_leave(
-                key, devices, error, until
-            )
+            return self._idle.leave_gpus(key, devices, error)
         no_more = isinstance(error, OSError) and error.errno in NO_MORE_PROCESSES
         return no_more and self._idle.stop_oldest()
 
@@ -179,20 +162,8 @@ def must_leave(key: RankSetKey, devices: Devices) -> bool:
 
     Where only one process at a time can use a GPU, a rank that stays there keeps all others out.
     """
-    locks = xdist_locks()
-    return locks is not None and any(
-        gpu_room().is_exclusive(gpu) or locks.is_asked_for(gpu) for gpu in key.processes_on(devices)
-    )
-
-
-def others_may_leave(key: RankSetKey, devices: Devices, error: RankFailed, until: float) -> bool:
-    """Ask other workers to keep no idle ranks on these GPUs; False if it is too late or no use."""
-    locks, gpus = xdist_locks(), key.processes_on(devices)
-    if locks is None or not gpus or lack_of(error) is None or time.monotonic() > until:
-        return False
-    locks.ask_for(gpus)
-    time.sleep(PAUSE)
-    return True
+    exclusive = any(map(gpu_room().is_exclusive, key.processes_on(devices)))
+    return exclusive and xdist_locks() is not None
 
 
 def _check_descriptors(ranks: int) -> None:
@@ -311,12 +282,6 @@ class IdleSets:
             self._sets.pop(idle).stop()
         return bool(sharing)
 
-    def leave_where(self, is_needed: Callable[[str], bool]) -> None:
-        """Stop the sets on GPUs of which this is true."""
-        for idle in list(self._sets):
-            if any(map(is_needed, idle[0].processes_on(idle[1]))):
-                self._sets.pop(idle).stop()
-
     def stop_oldest(self) -> bool:
         """Stop the set that was idle longest; False if there is none."""
         if not self._sets:
@@ -382,8 +347,6 @@ class XdistLocks:
         self._run_id = run_id
         self._cores = tuple(f"core {number}" for number in range(cores))
         self._devices = devices
-        self._asked_for = ExitStack()
-        atexit.register(self._asked_for.close)
 
     @contextmanager
     def hold(
@@ -391,13 +354,11 @@ class XdistLocks:
         layout: Layout,
         lane: Lane,
         preferred: Sequence[Devices] = (),
-        while_waiting: Callable[[], object] = lambda: None,
     ) -> Iterator[Devices]:
         """Take one core or GPU per rank, or all if there are fewer, and hold them inside the block.
 
         Yields the GPUs, as CUDA_VISIBLE_DEVICES names them, or () on the CPU. ``preferred``: the
         GPUs of ranks that are already running, which are taken first if they are free.
-        ``while_waiting`` is called again and again while they are not.
         """
         on_gpu = lane.device_type == "cuda"
         names = self._devices if on_gpu else self._cores
@@ -406,42 +367,18 @@ class XdistLocks:
         wanted = layout.world_size * lane.gpus_per_rank
         wanted = len(names) if takes_all else min(wanted, len(names))
         with ExitStack() as locks:
-            with self._turn(while_waiting):
+            with ExitStack() as turn:
+                self._take(turn, ["turn"], 1)
                 first = [name for devices in preferred for name in devices]
                 start = first_device(layout, lane, len(names)) if on_gpu else 0
                 ordered = sorted(
                     names,
                     key=lambda name: (name not in first, (names.index(name) - start) % len(names)),
                 )
-                taken = self._take(locks, ordered, wanted, while_waiting)
+                taken = self._take(locks, ordered, wanted)
             yield tuple(name for name in names if name in taken) if on_gpu else ()
 
-    def ask_for(self, devices: Iterable[str]) -> None:
-        """Ask all workers to keep no idle ranks on these GPUs from now on.
-
-        A worker that no longer runs asks for nothing.
-        """
-        for device in devices:
-            self._lock(self._asked_for, _asking_for(device))
-
-    def is_asked_for(self, device: str) -> bool:
-        """True if a worker, perhaps this one, has asked for this GPU."""
-        with ExitStack() as tried:
-            return not self._lock(tried, _asking_for(device))
-
-    @contextmanager
-    def _turn(self, while_waiting: Callable[[], object]) -> Iterator[None]:
-        with ExitStack() as locks:
-            self._take(locks, ["turn"], 1, while_waiting)
-            yield
-
-    def _take(
-        self,
-        locks: ExitStack,
-        names: Sequence[str],
-        wanted: int,
-        while_waiting: Callable[[], object],
-    ) -> set[str]:
+    def _take(self, locks: ExitStack, names: Sequence[str], wanted: int) -> set[str]:
         """Wait until ``wanted`` of these names are locked; ``locks`` releases them on exit."""
         taken: set[str] = set()
         while True:
@@ -450,7 +387,6 @@ class XdistLocks:
                     taken.add(name)
             if len(taken) == wanted:
                 return taken
-            while_waiting()
             time.sleep(POLL_INTERVAL)
 
     def _lock(self, locks: ExitStack, name: str) -> bool:
@@ -463,10 +399,6 @@ class XdistLocks:
         _held.add(lock)
         locks.callback(_release, lock)
         return True
-
-
-def _asking_for(device: str) -> str:
-    return f"no idle ranks on {device}"
 
 
 _held: set[socket.socket] = set()

@@ -10,24 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.package.ranks import misbehaviour_table
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.self_check)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    stats = terminalreporter.stats
-    reports = [*stats.get("passed", []), *stats.get("failed", [])]
-    table = list(misbehaviour_table.table_lines(reports))
-    if table:
-        terminalreporter.section("what ranks did wrong, and seconds until the verdict", "=")
-        for line in table:
-            terminalreporter.line(line)
 
 
 @pytest.fixture

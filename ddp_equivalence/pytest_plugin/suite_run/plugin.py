@@ -34,8 +34,7 @@ from ddp_equivalence.pytest_plugin.suite_run.plan import (
 )
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.gpu_room import gpu_room
-from ddp_equivalence.ranks.gpus import visible_gpus
-from ddp_equivalence.ranks.gpus.nvml import BYTES_PER_PROCESS
+from ddp_equivalence.ranks.gpus import BYTES_PER_PROCESS, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.nccl import transport
 from ddp_equivalence.report.machine import Box, box_in_short, box_lines, this_box, title

@@ -188,9 +188,9 @@ def test_a_function_that_was_sent_by_value_runs_as_edited(
     module.__dict__["__name__"] = "users_code"
     before, after = ("+ 1", "+ 2") if "+ 1" in FUNCTIONS[kind] else (" 1", " 2")
     edited = whole_file(module, before, after)
-    _, by_value, body = pickling.split(pickling.dumps(_called, module.call))
+    _, work = pickling.split(pickling.dumps(_called, module.call))
     monkeypatch.delitem(sys.modules, "users_code")
-    _, sent, _ = pickling.loads(by_value, body)
+    _, sent, _ = pickling.loads(work)
     with run_as_edited(edited, (sent,)):
         assert sent() == 2
     assert sent() == 1

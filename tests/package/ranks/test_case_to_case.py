@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -197,21 +196,6 @@ def test_a_precision_set_in_the_test_holds_on_the_ranks() -> None:
     finally:
         process_state.apply(before)
     assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
-
-
-def does_not_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
-    right_step(model, shard, rank)
-    if rank.rank == 1:
-        dist.all_reduce(torch.zeros(3), async_op=True)
-
-
-def test_a_collective_that_no_other_rank_calls_is_reported() -> None:
-    verdict = check(own_case(layout="1x3"), does_not_wait)
-    text = " ".join(str(verdict).split())
-    assert verdict.outcome == "unknown", text
-    cause = "Root cause: rank 1 (node 0, local rank 1) 1 collective that other ranks do not call"
-    assert cause in text
-    assert check(own_case(layout="1x3"), right_step).outcome == "same"
 
 
 def test_a_thread_of_torch_that_has_run_python_is_not_blamed_on_the_step() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -14,9 +11,9 @@ from ddp_equivalence.ranks import gpu_room, lanes, warm_ranks
 from ddp_equivalence.ranks import warm_ranks as idle_sets
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
-from ddp_equivalence.ranks.gpus import Gpu, nvml
+from ddp_equivalence.ranks.gpus import Gpu
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.warm_ranks import IdleSets, RankSetKey, XdistLocks
+from ddp_equivalence.ranks.warm_ranks import IdleSets, RankSetKey
 
 NCCL = Lane("nccl", "nccl", "cuda")
 GLOO_CUDA = Lane("gloo_cuda", "gloo", "cuda")
@@ -32,11 +29,9 @@ class Idle:
     def __init__(self, layout: str) -> None:
         self.layout = parse(layout)
         self.stopped = False
-        self.when_stopped: Callable[[], object] = lambda: None
 
     def stop(self) -> None:
         self.stopped = True
-        self.when_stopped()
 
 
 def key(layout: str, lane: Lane = NCCL) -> RankSetKey:
@@ -109,7 +104,7 @@ def test_ranks_cannot_share_a_gpu_for_one_process_at_a_time(
         ),
     ):
         found = {"0": Gpu(0, compute_mode=mode)}
-        monkeypatch.setattr(nvml, "gpus_by_name", lambda _, found=found: found)
+        monkeypatch.setattr("ddp_equivalence.ranks.gpus.gpus_by_name", lambda _, found=found: found)
         assert lanes.missing("gloo_cuda", 1) is None
         assert lanes.missing("gloo_cuda", 2) == reason
 
@@ -158,69 +153,13 @@ def test_a_gpu_that_was_busy_is_for_one_process_from_then_on(room: GpuRoom) -> N
     assert all(map(room.is_exclusive, GPUS))
 
 
-class Workers:
-    """The locks of a run with several workers. ``asked``: the GPUs that were asked for."""
-
-    def __init__(self) -> None:
-        self.asked: set[str] = set()
-
-    def ask_for(self, devices: Any) -> None:
-        self.asked |= set(devices)
-
-    def is_asked_for(self, device: str) -> bool:
-        return device in self.asked
-
-
-def test_ranks_leave_gpus_that_other_workers_have_asked_for(
+def test_ranks_leave_a_gpu_for_one_process_that_other_workers_need(
     room: GpuRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = Workers()
-    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: workers)
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: object())
     assert not warm_ranks.must_leave(key("2x2"), GPUS)
-    workers.ask_for(["3"])
-    assert warm_ranks.must_leave(key("2x2"), GPUS)
-    assert not warm_ranks.must_leave(key("1x2", ON_CPU), ())
-    workers.asked.clear()
     room.note_exclusive("1")
     assert warm_ranks.must_leave(key("2x2"), GPUS)
+    assert not warm_ranks.must_leave(key("1x2", ON_CPU), ())
     monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: None)
     assert not warm_ranks.must_leave(key("2x2"), GPUS)
-
-
-def test_only_ranks_that_lack_room_on_a_gpu_wait_for_other_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workers = Workers()
-    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: workers)
-    monkeypatch.setattr(warm_ranks, "PAUSE", 0.0)
-    later, full = float("inf"), fails_with("out of memory")
-    assert not warm_ranks.others_may_leave(key("1x4"), GPUS, fails_with("other"), later)
-    assert not warm_ranks.others_may_leave(key("1x2", ON_CPU), (), full, later)
-    assert not warm_ranks.others_may_leave(key("1x4"), GPUS, full, 0.0)
-    assert not workers.asked
-    assert warm_ranks.others_may_leave(key("1x4"), GPUS, full, later)
-    assert workers.asked == set(GPUS)
-
-
-def test_a_worker_that_waits_for_gpus_stops_idle_ranks_that_are_in_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The worker that it waits for cannot start its ranks, and so keeps the GPUs, until it does."""
-    run_id = uuid.uuid4().hex
-    here, there = (XdistLocks(run_id, 1, ("0", "1")) for _ in range(2))
-    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: there)
-    polls = iter(range(100))
-    monkeypatch.setattr(
-        "ddp_equivalence.ranks.warm_ranks.time.sleep", lambda _: next(polls)
-    )  # raises in the end
-    ranks = warm_ranks.WarmRanks()
-    idle, on_cpu = Idle("1x1"), Idle("1x1")
-    ranks._idle.keep(key("1x1"), ("0",), cast(Any, idle))
-    ranks._idle.keep(key("1x1", ON_CPU), (), cast(Any, on_cpu))
-    with ExitStack() as held:
-        held.enter_context(here.hold(parse("1x2"), NCCL))
-        here.ask_for(["0"])
-        idle.when_stopped = held.close
-        with ranks._devices(key("1x2")) as devices:
-            assert devices == ("0", "1")
-    assert [one.stopped for one in (idle, on_cpu)] == [True, False]

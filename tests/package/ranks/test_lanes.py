@@ -11,7 +11,7 @@ import pytest
 from ddp_equivalence import BadCase, Case, check
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.measurement.request import lane_of
-from ddp_equivalence.ranks.gpus import Gpu, nvml
+from ddp_equivalence.ranks.gpus import Gpu
 from ddp_equivalence.ranks.lanes import (
     CannotRunHere,
     Lane,
@@ -171,8 +171,9 @@ def test_what_keeps_ranks_from_sharing_is_the_reason_of_the_fallback(
     gpus: Callable[[int], None], gpu: Gpu, variable: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(1)
-    for module in (nvml, nvml):
-        monkeypatch.setattr(module, "gpus_by_name", lambda devices: dict.fromkeys(devices, gpu))
+    monkeypatch.setattr(
+        "ddp_equivalence.ranks.gpus.gpus_by_name", lambda devices: dict.fromkeys(devices, gpu)
+    )
     if variable:
         monkeypatch.setenv("NCCL_HOSTID", variable)
     reason = f"needs 8 CUDA devices ({why}), found 1"

@@ -1,8 +1,7 @@
 """However a rank misbehaves, the report names cause and rank in time, and the next case is right.
 
 The misbehaving rank is the first, a middle or the last one, in turn. With ``MISBEHAVING_RANKS=all``
-every rank misbehaves in every way at every moment. The table that is printed at the end of the run
-has one row per misbehaviour and one column per moment.
+every rank misbehaves in every way at every moment.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 from tests.package.ranks import misbehaviour
 from tests.package.ranks.misbehaviour import MISBEHAVIOURS, MOMENTS, Misbehaviour
-from tests.package.ranks.misbehaviour_table import PROPERTY
 
 DEADLINE = 3.0
 SHORT_DEADLINE = 1.5
@@ -83,10 +81,7 @@ def trials() -> list[Any]:
 
 @pytest.mark.parametrize(("expected", "moment", "rank"), trials())
 def test_cause_and_rank_are_named_in_time_and_the_next_case_is_right(
-    expected: Misbehaviour,
-    moment: str,
-    rank: int,
-    record_property: Callable[[str, object], None],
+    expected: Misbehaviour, moment: str, rank: int
 ) -> None:
     case = own_case(layout="1x3")
     assert check(case, right_step).outcome == "same"  # the ranks have started: not timed below
@@ -95,7 +90,6 @@ def test_cause_and_rank_are_named_in_time_and_the_next_case_is_right(
     verdict = check(case, step_with(expected.name, moment, rank), deadline=deadline)
     seconds = time.monotonic() - started
     report = " ".join(str(verdict).split())
-    record_property(PROPERTY, (expected.name, moment, rank, round(seconds, 1)))
     assert verdict.outcome == expected.outcome, report
     assert expected.is_named(report, rank), report
     rerun_seconds = verdict.second_look.seconds if verdict.second_look is not None else 0.0

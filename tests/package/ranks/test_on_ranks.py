@@ -1,10 +1,14 @@
-"""Any function can be called on warm ranks, and no later check sees its collectives."""
+"""Any function can be called on warm ranks; each check counts all its own collectives."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddp_equivalence import BadCase, Rank, RankFailed, check
 from ddp_equivalence.ranks.warm_ranks import on_ranks
@@ -44,3 +48,22 @@ def test_a_check_on_the_same_ranks_counts_its_own_collectives_only() -> None:
     after = check(case, right_step, backend="gloo").evidence[0].collectives
     assert before
     assert after == before
+
+
+def calls_100_barriers(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    for _ in range(100):
+        dist.barrier()
+
+
+def test_more_collectives_than_the_recorder_holds_are_counted() -> None:
+    """DDP's all_reduce is among the forgotten ones. That must not count as none at all."""
+    verdict = check(own_case(), calls_100_barriers)
+    assert verdict.outcome == "same"
+    said = " ".join(str(verdict).split())
+    counts = re.search(r"rank 0 issued (\d+) \w+ .* \(and (\d+) earlier ones", said)
+    assert counts is not None
+    assert int(counts[1]) + int(counts[2]) == 104
+    said = " ".join(str(check(own_case(), right_step)).split())
+    assert "1 all_reduce of 66 elements" in said
+    assert "earlier ones" not in said

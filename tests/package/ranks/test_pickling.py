@@ -1,21 +1,23 @@
-"""A function that is sent by value is pickled again as soon as anything in it may have changed."""
+"""A function that is sent by value arrives with everything in it as it is now."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.ranks import pickling
-from ddp_equivalence.ranks.pickling import NoFingerprint, fingerprint
+from ddp_equivalence.ranks.pickling import dumps_with_files
 from tests.package.own_cases import own_case, right_step
 
 CONSTANT = 1.0
@@ -58,8 +60,8 @@ def nested() -> float:
 
 def unpickled(function: Callable[[], Any]) -> Callable[[], Any]:
     """The function as a rank receives it."""
-    _, by_value, body = pickling.split(pickling.dumps(function, None))
-    received, _, _ = pickling.loads(by_value, body)
+    _, work = pickling.split(pickling.dumps(function, None))
+    received, _, _ = pickling.loads(work)
     return received
 
 
@@ -145,14 +147,6 @@ def test_a_closure_arrives_with_its_present_values() -> None:
     assert result_on_rank(read) == 2.0
 
 
-def test_a_function_that_has_not_changed_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    result_on_rank(through_another)
-    monkeypatch.setattr(pickling, "_cloudpickle", None)
-    assert result_on_rank(through_another) == 1.0
-    with pytest.raises(TypeError):
-        result_on_rank(from_a_list)  # it is pickled each time, since a list can change in place
-
-
 def test_a_module_that_is_pickled_by_value_arrives_with_its_present_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,12 +185,6 @@ def test_the_same_function_in_another_file_is_another_function() -> None:
     assert files == ["one.py", "other.py"]
 
 
-@pytest.mark.parametrize("value", [[1], {"a": 1}, {1}, object(), torch.zeros(1), nn.Linear(1, 1)])
-def test_a_value_that_can_change_in_place_has_no_fingerprint(value: Any) -> None:
-    with pytest.raises(NoFingerprint):
-        fingerprint(lambda: value, lambda _: True)
-
-
 def test_globals_that_a_step_changes_are_as_before_in_the_next_check() -> None:
     """A rank unpickles the function anew for each check."""
     seen = 0
@@ -211,3 +199,46 @@ def test_globals_that_a_step_changes_are_as_before_in_the_next_check() -> None:
         verdict = check(own_case(), counts)
         assert verdict.output[0].split() == ["seen", "1"]
     assert seen == 0
+
+
+def in_a_worker(function: Callable[[], Any]) -> Any:
+    """The function as a worker of a data loader receives it."""
+    return cloudpickle.loads(dumps_with_files(function))
+
+
+def local_functions() -> list[Callable[[], int]]:
+    """Functions that no process can import."""
+
+    def plain() -> int:
+        return 1
+
+    def with_code_inside() -> int:
+        return (lambda: 1)()
+
+    class Local:
+        @staticmethod
+        def method() -> int:
+            return 1
+
+    return [plain, with_code_inside, Local.method, lambda: 1]
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """The code, and all code inside it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from codes(one)
+
+
+@pytest.mark.parametrize("sent", [unpickled, in_a_worker])
+@pytest.mark.parametrize("function", local_functions())
+def test_code_keeps_its_file_and_its_lines(
+    function: Callable[[], int], sent: Callable[[Callable[[], int]], Any]
+) -> None:
+    received = sent(function)
+    assert received is not function
+    assert received() == 1
+    found, before = list(codes(received.__code__)), list(codes(function.__code__))
+    assert [one.co_filename for one in found] == [__file__] * len(before)
+    assert [one.co_firstlineno for one in found] == [one.co_firstlineno for one in before]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,13 @@ from ddp_equivalence import Rank
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks import probe as probe_module
 from ddp_equivalence.ranks.lanes import choose
-from ddp_equivalence.ranks.probe import ProbeResult, probe, probe_ranks, run, summarise_refusals
+from ddp_equivalence.ranks.probe import (
+    ProbeResult,
+    probe_ranks,
+    probe_ranks_once,
+    run,
+    summarise_refusals,
+)
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 Work = Callable[[Rank, object], Iterator[object]]
@@ -177,5 +184,6 @@ def test_a_lane_is_probed_once_for_each_number_of_ranks(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe_module, "probe_ranks", count)
     for layout in ("1x2", "2x1", "1x2", "1+2"):
         parsed = parse(layout)
-        assert probe(parsed, choose(parsed, "gloo"), 15.0) == (result,)
+        ranks: Any = SimpleNamespace(layout=parsed)
+        assert probe_ranks_once(ranks, parsed, choose(parsed, "gloo")) == (result,)
     assert probed == ["1x2", "1+2"]

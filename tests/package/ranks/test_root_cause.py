@@ -55,17 +55,6 @@ def test_a_rank_that_the_watchdog_of_nccl_has_ended_is_not_the_root_cause() -> N
     assert "rank 0 (node 0, local rank 0) killed by SIGABRT by NCCL's watchdog" in text
 
 
-def test_an_abort_without_the_message_of_the_watchdog_is_the_root_cause() -> None:
-    def aborts(model: nn.Module, shard: Any, rank: Rank) -> None:
-        if rank.rank == 1:
-            os.abort()
-        right_step(model, shard, rank)
-
-    verdict = check(own_case(), aborts)
-    assert verdict.failure is not None
-    assert verdict.failure.ends[0].rank == 1
-
-
 def never_comes(model: nn.Module, shard: Any, rank: Rank) -> None:
     if rank.rank == 1:
         time.sleep(1000)

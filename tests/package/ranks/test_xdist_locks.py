@@ -77,16 +77,6 @@ def test_warm_ranks_get_the_gpus_that_they_have() -> None:
             assert others == tuple(sorted((str(first), str((first + 1) % 8))))
 
 
-def test_a_gpu_that_one_worker_asks_for_is_asked_for_in_all() -> None:
-    run_id = uuid.uuid4().hex
-    here, there, elsewhere = new_locks(run_id=run_id), new_locks(run_id=run_id), new_locks()
-    assert not there.is_asked_for("3")
-    here.ask_for(["3"])
-    here.ask_for(["3"])
-    assert [one.is_asked_for("3") for one in (here, there, elsewhere)] == [True, True, False]
-    assert not there.is_asked_for("4")
-
-
 def test_a_case_with_more_ranks_than_cores_takes_them_all() -> None:
     run_id = uuid.uuid4().hex
     waited = threading.Event()

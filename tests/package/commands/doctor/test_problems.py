@@ -11,12 +11,12 @@ import pytest
 from ddp_equivalence.commands.doctor.command import problem_lines
 from ddp_equivalence.commands.doctor.examination import Problem, problems
 from ddp_equivalence.commands.doctor.machine import Machine, Outcome, PairState, State
-from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState, nvml
+from ddp_equivalence.ranks.gpus import PACKAGE_MISSING, PROBLEMS, GpuProcess, NvmlState
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu
 
 ROOT = Path(__file__).parents[4]
 
-STATES = dict(nvml.PROBLEMS.values()) | {NvmlState.NO_PACKAGE: nvml.PACKAGE_MISSING}
+STATES = dict(PROBLEMS.values()) | {NvmlState.NO_PACKAGE: PACKAGE_MISSING}
 NO_PERMISSION, NO_DRIVER, NO_LIBRARY, MISMATCH, NO_PACKAGE = (
     {"nvml": state, "problem": STATES[state]}
     for state in (

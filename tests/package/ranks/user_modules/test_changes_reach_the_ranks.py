@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence import Rank
-from ddp_equivalence.ranks.server import START_METHOD_VARIABLE
 from tests.package.own_cases import loss, right_step
 from tests.package.ranks import many_kinds
 from tests.package.ranks.user_modules.training_module import SAME, SUMMED, TRAIN, outcome, step_with
@@ -253,9 +252,3 @@ def test_in_process_the_other_ranks_have_the_changes_too(folder: Path) -> None:
     assert module.SETTINGS == {"divide": False}
     module.SETTINGS["divide"] = True
     assert outcome(step_with(module), in_process=True) == SAME
-
-
-def test_spawned_ranks_have_the_changes_too(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(START_METHOD_VARIABLE, "spawn")
-    train.SETTINGS["average"] = False
-    assert outcome(step_with(train)) == SUMMED

@@ -105,14 +105,6 @@ def reduce_gradients(model):
             divide(parameter.grad, dist.get_world_size())
 
 
-def reduce_once(model):
-    global STEP
-    STEP += 1
-    SETTINGS["inner"].setdefault("steps", []).append(STEP)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        if STEP == 1 and count_up() == 1 and len(SETTINGS["inner"]["steps"]) == 1:
-            divide(parameter.grad, dist.get_world_size() ** 1)
 '''
 
 

@@ -1,4 +1,8 @@
-"""The GPUs of this machine, as the driver's management library (NVML) describes them."""
+"""The GPUs of this machine, as the driver's management library (NVML) describes them.
+
+NVML is asked through the optional package nvidia-ml-py. CUDA is never asked here: a context in the
+judging process would take some 500 MB of the GPU's memory.
+"""
 
 from __future__ import annotations
 
