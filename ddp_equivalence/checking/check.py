@@ -68,10 +68,16 @@ from ddp_equivalence.ranks.deadlines import (
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.reference import Reference
-from ddp_equivalence.report import listeners
-from ddp_equivalence.report.render import render, render_full
-from ddp_equivalence.report.short.screen import defined_at
-from ddp_equivalence.report.verdict import NotEquivalent, NothingCompared, Verdict, failed, unknown
+from ddp_equivalence.report.blocks import defined_at
+from ddp_equivalence.report.record import begin, tell
+from ddp_equivalence.report.verdict import (
+    Asked,
+    NotEquivalent,
+    NothingCompared,
+    Verdict,
+    failed,
+    unknown,
+)
 
 
 def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verdict:
@@ -94,12 +100,12 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             use_one_thread_in_a_fork()
             start_early()  # the server of ranks imports torch while the reference is computed
             verdict = judged_on_fresh_ranks(_judge_trainer(request), request, _judge_trainer)
-            if verdict.on_used_ranks is not None:
+            if verdict.again.on_used_ranks is not None:
                 request = replace(request, fresh=True)
             verdict = judged_again(verdict, request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
-    listeners.tell(verdict, request)
-    listeners.begin(verdict)
+    tell(verdict, request)
+    begin(verdict)
     return verdict
 
 
@@ -210,16 +216,14 @@ def _known_before(request: Request) -> partial[Verdict]:
         Verdict,
         case=request.case,
         subject=name_of(request.step),
-        promise=request.strategy.promise if request.strategy else "",
         lane=request.lane,
-        outcome="unknown",
-        defined_at=defined_at(request.step),
-        render=render,
-        render_full=render_full,
-        compare=request.compare,
-        training=request.training,
-        seeds=request.seeds,
-        planted=request.plant,
+        asked=Asked(
+            promise=request.strategy.promise if request.strategy else "",
+            compare=request.compare,
+            training=request.training,
+            planted=request.plant,
+            defined_at=defined_at(request.step),
+        ),
     )
 
 
@@ -227,12 +231,7 @@ def _with_reference(
     known: partial[Verdict], reference: Reference, analysis: Analysis
 ) -> partial[Verdict]:
     """Adds what is known once the big batch was computed."""
-    return partial(
-        known,
-        examples=reference.examples,
-        buffers_of_the_big_batch=reference.buffers,
-        analysis=analysis,
-    )
+    return partial(known, examples=reference.examples, analysis=analysis)
 
 
 def _failed_or_again(

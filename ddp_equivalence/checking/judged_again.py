@@ -232,7 +232,8 @@ def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> V
     findings = rejected
     is_right = again is not None and again.outcome == "same" and request.is_the_users_own
     if again is not None and is_right and not draws.are_the_same_on_all_ranks(verdict.view):
-        return replace(again, case=verdict.case, masks_unpredictable=True)
+        again = replace(again, case=verdict.case)
+        return again.with_again(masks_unpredictable=True)
     if verdict.causes == draws.ONLY_MASKS and (again is None or again.causes == verdict.causes):
         return verdict
     if again is not None and _is_right(again):
@@ -241,13 +242,9 @@ def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> V
     elif again is not None and again.outcome == "different":
         findings = draws.findings_beside_masks(again.findings, verdict.view)
     best = findings[0] if findings else None
-    return replace(
-        verdict,
-        findings=findings,
-        cause=best.cause if best is not None and best.accepted else None,
-        masks_unpredictable=True,
-        without_dropout=again,
-    )
+    cause = best.cause if best is not None and best.accepted else None
+    verdict = replace(verdict, findings=findings, cause=cause)
+    return verdict.with_again(masks_unpredictable=True, without_dropout=again)
 
 
 def _is_right(verdict: Verdict) -> bool:
@@ -267,14 +264,14 @@ def unless_right_in_own_precision(verdict: Verdict, request: Request, judge: Jud
     different = replace(verdict, outcome="different")
     if not request.is_cast_to_float64 or not _has_the_size_of_float32(verdict, request):
         return different
-    different = replace(different, float32_at=where_in_float32(request))
-    own = localisation.in_own_precision(request) if different.float32_at else None
+    different = different.with_again(float32_at=where_in_float32(request))
+    own = localisation.in_own_precision(request) if different.again.float32_at else None
     if own is None:
         return different
     again = judge(own)
     if again.outcome == "same":
-        return replace(again, other_precision=different)
-    return replace(different, other_precision=again)
+        return again.with_again(other_precision=different)
+    return different.with_again(other_precision=again)
 
 
 def _has_the_size_of_float32(verdict: Verdict, request: Request) -> bool:
@@ -297,15 +294,19 @@ def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> 
 
     Autocast does nothing in float64.
     """
-    if verdict.outcome != "same" or not verdict.autocast or verdict.other_precision is not None:
+    if (
+        verdict.outcome != "same"
+        or not verdict.autocast
+        or verdict.again.other_precision is not None
+    ):
         return verdict
     own = localisation.in_own_precision(request)
     if own is None:
         return verdict
     again = judge(own)
     if again.outcome == "same":
-        return replace(verdict, other_precision=again)
-    return replace(again, other_precision=verdict)
+        return verdict.with_again(other_precision=again)
+    return again.with_again(other_precision=verdict)
 
 
 def _also_in_float64(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
@@ -322,8 +323,8 @@ def _also_in_float64(verdict: Verdict, request: Request, judge: Judge) -> Verdic
         return verdict
     again = judge(in_float64)
     if again.outcome != "different" or localisation.has_the_size_of_float32(again.comparison):
-        return replace(verdict, other_precision=again)
-    return replace(again, other_precision=verdict)
+        return verdict.with_again(other_precision=again)
+    return again.with_again(other_precision=verdict)
 
 
 # A step with libraries that is not the same is judged again on new ranks: libraries keep state.
@@ -342,7 +343,7 @@ def judged_on_fresh_ranks(
     if verdict.unknown_because is UnknownBecause.LIMIT_ABOVE_SIGNAL:
         return verdict  # nothing differed, and the limits follow from the reference
     again = judge(replace(request, fresh=True))
-    return replace(again, on_used_ranks=verdict.outcome, libraries_kept=libraries)
+    return again.with_again(on_used_ranks=verdict.outcome, libraries_kept=libraries)
 
 
 def libraries_of_earlier_checks(verdict: Verdict) -> tuple[str, ...]:

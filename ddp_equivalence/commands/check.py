@@ -274,8 +274,8 @@ def _report(verdict: Verdict, stdout: TextIO) -> str:
 
 def _annotation(verdict: Verdict) -> str:
     """The line for GitHub Actions. The message is the report, without the file's name on top."""
-    from ddp_equivalence.report.github import annotation
-    from ddp_equivalence.report.short.screen import headline_text, line_to_look_at
+    from ddp_equivalence.report.render import headline_text, line_to_look_at
+    from ddp_equivalence.report.text import annotation
 
     line = line_to_look_at(verdict)
     file, number = ("", 0) if line is None else (line.file, line.number)
@@ -287,8 +287,8 @@ def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: 
 
     Returns the line to print: where the script is, or why there is none.
     """
+    from ddp_equivalence.report.render import headline_text
     from ddp_equivalence.report.script import command_of, export
-    from ddp_equivalence.report.short.screen import headline_text
 
     if verdict.outcome != "different" and verdict.failure is None:
         return f"reproduction: none, there is nothing to reproduce ({verdict.outcome})"

@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 from ddp_equivalence.gate.finding import KINDS, LEVELS, Finding, Level
 from ddp_equivalence.gate.judge import Judgement
 from ddp_equivalence.gate.record import Recorded
-from ddp_equivalence.report.github import annotation
-from ddp_equivalence.report.text import Line, Style, plural
+from ddp_equivalence.report.text import Line, Style, annotation, plural
 
 # What the gate found, for other programs: GitHub and GitLab, JUnit readers, and JSON.
 

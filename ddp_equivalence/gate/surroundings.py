@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_equivalence.ranks.gpus import gpus
 from ddp_equivalence.report.machine import set_variables
-from ddp_equivalence.report.versions import versions
+from ddp_equivalence.report.record import versions
 
 # Where a run took place: versions, machine, variables, and the commit of the user's repository.
 

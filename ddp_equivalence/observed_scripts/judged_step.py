@@ -90,8 +90,7 @@ from ddp_equivalence.observed_scripts.without_reference import (
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.reference import Reference, big_batch
-from ddp_equivalence.report.render import render, render_full
-from ddp_equivalence.report.verdict import Verdict, unknown
+from ddp_equivalence.report.verdict import Asked, Verdict, unknown
 
 OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1")
 NO_ROWS: RowOrder = "no rows"
@@ -208,12 +207,8 @@ def _compared(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict
         case=case,
         subject=_subject(script, step),
         repeat=script.repeat,
-        promise="",
         lane=script.lane,
-        of_script=True,
-        outcome="unknown",
-        render=render,
-        render_full=render_full,
+        asked=Asked(of_script=True),
     )
     if (why := against_the_names(step)) is not None:
         return unknown(verdict, why)

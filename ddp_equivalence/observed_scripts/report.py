@@ -22,9 +22,8 @@ from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, HELD, OWN, Obs
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.without_reference import text_of_clips
 from ddp_equivalence.report.numbers import parameters_lines
-from ddp_equivalence.report.render import full_lines
+from ddp_equivalence.report.render import full_lines, pointed_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
-from ddp_equivalence.report.short.screen import pointed_lines
 from ddp_equivalence.report.text import Line, Style, encodable, labelled, paragraph, plural
 from ddp_equivalence.report.verdict import Outcome, Verdict
 

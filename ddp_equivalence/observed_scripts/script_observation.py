@@ -57,8 +57,8 @@ from ddp_equivalence.observed_scripts.recording import (
 )
 from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export, render
 from ddp_equivalence.observed_scripts.told import LookAt, Told
-from ddp_equivalence.report import listeners
-from ddp_equivalence.report.short.screen import headline_text
+from ddp_equivalence.report.record import tell
+from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.text import Line, Style, labelled, plural
 from ddp_equivalence.report.verdict import Verdict
 
@@ -336,7 +336,7 @@ def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
     with _observation(command, options) as observation:
         found = observation.observed()
     for verdict in found.all_verdicts:
-        listeners.tell(verdict, None)
+        tell(verdict, None)
     return found
 
 

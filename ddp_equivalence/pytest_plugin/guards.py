@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.report import listeners
-from ddp_equivalence.report.listeners import Reading, Returned, watched
+from ddp_equivalence.report.record import Reading, Returned, listening, watched
 
 if TYPE_CHECKING:
     from ddp_equivalence.faults.plant import PlantedFault
@@ -152,7 +151,7 @@ class Planting:
 
         here: PlantedFault | None = None
         try:
-            with planted(self._fault.name) as here, listeners.listening(count):
+            with planted(self._fault.name) as here, listening(count):
                 return (yield)
         finally:
             item.stash[_fired] = sum(fired_on_ranks) + (here.fired if here else 0)

@@ -14,10 +14,16 @@ from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.diagnosis.time_left import progress_shown_by
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.pytest_plugin.results import NotRun, RunResults
-from ddp_equivalence.report import listeners
-from ddp_equivalence.report.github import annotation
-from ddp_equivalence.report.record import Record
-from ddp_equivalence.report.text import Line, Style, encodable, paragraph, plural, rank_names
+from ddp_equivalence.report.record import Record, listening
+from ddp_equivalence.report.text import (
+    Line,
+    Style,
+    annotation,
+    encodable,
+    paragraph,
+    plural,
+    rank_names,
+)
 
 if TYPE_CHECKING:
     from ddp_equivalence.measurement.request import Request
@@ -71,7 +77,7 @@ def added_to_report(item: pytest.Item) -> Iterator[None]:
                 title += f" (node {verdict.case.ranks.rows[ranks[0]].node})"
             item.add_report_section("call", title, text)
 
-    with listeners.listening(add_sections):
+    with listening(add_sections):
         yield
 
 

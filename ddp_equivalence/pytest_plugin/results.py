@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ddp_equivalence.report import listeners
-from ddp_equivalence.report.record import Record, record_of
-from ddp_equivalence.report.versions import versions
+from ddp_equivalence.report.record import Record, listening, record_of, versions
 
 if TYPE_CHECKING:
     from ddp_equivalence.measurement.request import Request
@@ -213,7 +211,7 @@ def checks_recorded(item: pytest.Item) -> Iterator[None]:
             made = replace(made, file=str(item.config.rootpath / file), line=(line or 0) + 1)
         item.stash[_records].append(made)
 
-    with listeners.listening(record):
+    with listening(record):
         yield
 
 
@@ -279,11 +277,11 @@ def requests_kept(item: pytest.Item) -> Iterator[None]:
         if request is None:  # a script has an export of its own
             return
         if verdict.outcome == "different" or verdict.failure is not None:
-            from ddp_equivalence.report.short.screen import headline_text
+            from ddp_equivalence.report.render import headline_text
 
             item.stash[_requests].append((request, headline_text(verdict)))
 
-    with listeners.listening(keep):
+    with listening(keep):
         yield
 
 

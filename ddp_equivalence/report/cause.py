@@ -1,9 +1,9 @@
-"""The cause and where to look; or, without a known cause, what is known about the difference."""
+"""The sentences on what was found: the cause, how sure it is, and where to look; without a known
+cause, what is known about the difference; and all that a reader must know beside it.
+"""
 
 from __future__ import annotations
 
-import linecache
-import os
 import os.path
 from collections.abc import Iterator
 from math import isfinite
@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.draws import ON_A_GPU
-from ddp_equivalence.report.evidence import at_the_loss, trial_lines
-from ddp_equivalence.report.text import Line, labelled, paragraph, rank_names
+from ddp_equivalence.diagnosis.examples_read import short_numbers
+from ddp_equivalence.report.blocks import source_of
+from ddp_equivalence.report.text import (
+    Line,
+    labelled,
+    listed,
+    paragraph,
+    plural,
+    rank_names,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from ddp_equivalence.comparison.comparison import Comparison
     from ddp_equivalence.diagnosis.diagnose import Finding
-    from ddp_equivalence.diagnosis.localisation import Localisation
     from ddp_equivalence.report.verdict import Verdict
 
 
@@ -39,6 +46,9 @@ STATISTICS = (
 MIXTURE = 1e-6
 """An unexplained part below this is rounding: the gradient is a mixture of single gradients."""
 
+SAME_LOSS = 1e-4
+"""Losses that agree to four digits are called equal."""
+
 ORDINALS = ("First", "Second", "Third", "Fourth")
 COUNTS = {2: "two", 3: "three", 4: "four"}
 """Two causes that change the gradient, a collective that was not waited for, and masks."""
@@ -49,51 +59,42 @@ MOST_WEIGHTS = 4
 
 def cause_lines(verdict: Verdict) -> list[Line]:
     """What happened, what was seen of it, where to look, and which edits of the step were tried."""
-    return [*_cause_lines(verdict), *trial_lines(verdict)]
-
-
-def _cause_lines(verdict: Verdict) -> list[Line]:
-    best = verdict.findings[0] if verdict.findings else None
-    if best is None or not best.accepted:
-        return _without_a_cause(verdict)
-    lines = paragraph(_what_happened(best), "  ")
-    if best.detail:
-        lines += labelled("Namely: ", best.detail)
-    if best.besides is not None:
-        factor = text_of(best.besides, ".4g")
-        lines += labelled("Besides: ", f"every gradient is multiplied by {factor}")
-    if best.because:
-        lines += labelled("Seen:    ", best.because)
-    places = [best.look_at, *(one.look_at for one in best.more)]
-    return [*lines, *labelled("Look at: ", "; and ".join(places))]
-
-
-def _what_happened(finding: Finding) -> str:
-    """The sentence of the cause, or those of all causes."""
-    if not finding.more:
-        return finding.sentence
-    sentences = [finding.sentence, *(one.sentence for one in finding.more)]
-    numbered = zip(ORDINALS, sentences, strict=False)
-    causes = " ".join(f"{ordinal}: {sentence}" for ordinal, sentence in numbered)
-    return f"There are {COUNTS[len(sentences)]} causes. {causes}"
+    best = verdict.best
+    if best is None:
+        return [*_without_a_cause(verdict), *_trial_lines(verdict)]
+    causes = (best, *best.more)
+    sentence = best.sentence
+    if best.more:
+        numbered = zip(ORDINALS, (one.sentence for one in causes), strict=False)
+        all_of_them = " ".join(f"{ordinal}: {sentence}" for ordinal, sentence in numbered)
+        sentence = f"There are {COUNTS[len(causes)]} causes. {all_of_them}"
+    besides = "" if best.besides is None else text_of(best.besides, ".4g")
+    return [
+        *paragraph(sentence, "  "),
+        *labelled("Namely: ", best.detail),
+        *labelled("Besides: ", besides and f"every gradient is multiplied by {besides}"),
+        *labelled("Seen:    ", best.because),
+        *labelled("Look at: ", "; and ".join(one.look_at for one in causes)),
+        *_trial_lines(verdict),
+    ]
 
 
 def _without_a_cause(verdict: Verdict) -> list[Line]:
     """What is known about a difference that has no name."""
     localisation = verdict.localisation
-    lines = _whereabouts(verdict)
     known = "; ".join(_known(verdict))
-    lines += labelled("What is known: ", f"{known}.") if known else []
+    lines = [*_whereabouts(verdict), *labelled("What is known: ", known and f"{known}.")]
     for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
         where = f"On the parameters of {module or 'the model itself'} alone"
         fits = "the cause is" if finding.because else "the numbers, and nothing that was seen, fit"
         lines += paragraph(f"{where} {fits} {finding.cause}: {finding.sentence}", "  ")
         lines += labelled("Look at: ", finding.look_at)
     if localisation.wrong_half:
-        no_sum = localisation.wrong_half == "local gradients" and _is_coupled(verdict)
-        lines += labelled(
-            "Look at: ", HALVES[localisation.wrong_half] + (STATISTICS if no_sum else "")
-        )
+        why = verdict.why_no_shares
+        is_coupled = why is not None and why.loss_is_no_sum  # the loss compares examples
+        no_sum = localisation.wrong_half == "local gradients" and is_coupled
+        half = HALVES[localisation.wrong_half]
+        lines += labelled("Look at: ", f"{half}{STATISTICS if no_sum else ''}")
     return lines
 
 
@@ -105,18 +106,15 @@ def _whereabouts(verdict: Verdict) -> list[Line]:
     sentences = (found.beside_one_rank, found.marks, found.sentence)
     lines = paragraph(" ".join(filter(None, sentences)), "  ")
     for one in found.lines:
-        mark = "> " if one.is_fault else ""
-        place = f"{mark}{os.path.basename(one.line.file)}:{one.line.number}"
-        code = linecache.getline(one.line.file, one.line.number).strip()
-        lines += labelled(f"{place}: ", code or one.line.function)
-        lines += paragraph(one.note, "    ") if one.note else []
-        lines += paragraph(f"Missing after it: {one.missing}", "    ") if one.missing else []
-    return [*lines, *(labelled("Fix: ", found.fix) if found.fix else [])]
+        place = f"{'> ' if one.is_fault else ''}{_place(one.line.file, one.line.number)}"
+        lines += labelled(f"{place}: ", source_of(one.line) or one.line.function)
+        lines += paragraph(one.note, "    ")
+        lines += paragraph(one.missing and f"Missing after it: {one.missing}", "    ")
+    return [*lines, *labelled("Fix: ", found.fix)]
 
 
-def _is_coupled(verdict: Verdict) -> bool:
-    """True if the loss or the model compares examples with each other."""
-    return verdict.why_no_shares is not None and verdict.why_no_shares.loss_is_no_sum
+def _place(file: str, number: int) -> str:
+    return f"{os.path.basename(file)}:{number}"
 
 
 def _known(verdict: Verdict) -> Iterator[str]:
@@ -129,9 +127,15 @@ def _known(verdict: Verdict) -> Iterator[str]:
         yield "the ranks hold different values"
     if verdict.repeated is False:
         yield "a second run left other bits, so there is a race, or randomness without a seed"
-    yield from _multiple_of_the_weights(localisation)
+    if localisation.weight_multiples:
+        factors = (text_of(factor, ".2g") for factor in localisation.weight_multiples.values())
+        yield (
+            f"the error of {listed(localisation.weight_multiples, MOST_WEIGHTS)} is "
+            f"{', '.join(dict.fromkeys(factors))} times the weights themselves, so that weight "
+            "decay or a penalty is not the same as in the big batch"
+        )
     loss = localisation.big_batch_loss
-    if loss is not None and (there := at_the_loss(verdict, loss)):
+    if loss is not None and (there := _at_the_loss(verdict, loss)):
         yield f"the big batch's loss is {text_of(loss, '.4g')}, and backward began {there}"
 
 
@@ -150,11 +154,9 @@ def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
 
 def _mixture(verdict: Verdict) -> Iterator[str]:
     shares = verdict.shares
-    if shares is None:
-        return
-    unexplained = max(shares.unexplained.values())
-    if verdict.float32_at:
+    if shares is None or verdict.again.float32_at:
         return  # rounding in float32 is the reason, and the report says so elsewhere
+    unexplained = max(shares.unexplained.values())
     if unexplained > MIXTURE:
         yield (
             f"a part of what a rank holds ({text_of(unexplained, '.2g')} of its norm) is not a "
@@ -168,18 +170,45 @@ def _mixture(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _multiple_of_the_weights(localisation: Localisation) -> Iterator[str]:
-    if not localisation.weight_multiples:
-        return
-    more = ", ..." if len(localisation.weight_multiples) > MOST_WEIGHTS else ""
-    names = ", ".join(list(localisation.weight_multiples)[:MOST_WEIGHTS]) + more
-    factors = ", ".join(
-        dict.fromkeys(text_of(factor, ".2g") for factor in localisation.weight_multiples.values())
-    )
-    yield (
-        f"the error of {names} is {factors} times the weights themselves, so that weight decay or "
-        "a penalty is not the same as in the big batch"
-    )
+def _at_the_loss(verdict: Verdict, whole: float) -> str:
+    """The ranks whose loss is the big batch's, ``whole``, or W times it, in words; "" if none.
+
+    The losses of a rank's micro-batches are added up.
+    """
+    world_size = verdict.case.ranks.world_size
+    losses = {
+        rank: sum(backward.loss or 0.0 for backward in seen.backwards)
+        for rank, seen in verdict.observed.items()
+    }
+    for factor in (1, world_size):
+        near = [
+            r for r, loss in losses.items() if abs(loss - factor * whole) <= SAME_LOSS * abs(loss)
+        ]
+        if near and world_size > 1:
+            others = [rank for rank in losses if rank not in near]
+            place = "at that loss" if factor == 1 else f"at {factor} times that loss"
+            exception = f", but not on {rank_names(others)}" if others else ""
+            return f"{place} on {rank_names(near)}{exception}"
+    return ""
+
+
+def _trial_lines(verdict: Verdict) -> list[Line]:
+    """Each edit that repairs the step, and how many were tried; nothing if none was."""
+    repairs = verdict.repairs
+    if repairs.why_not:
+        return labelled("Tried: ", f"no edits of the step, because: {repairs.why_not}")
+    if not repairs.tried:
+        return []
+    of = "" if repairs.tried == repairs.of else f" of {repairs.of}"
+    edits = plural(repairs.of, "small edit", "small edits")
+    count = f"{repairs.tried}{of} {edits} of the lines that the step runs"
+    if not repairs.found:
+        return labelled("Tried: ", f"{count}; none of them was seen to repair it.")
+    repair = plural(repairs.right, "of them repairs it", "of them repair it, such as")
+    lines = labelled("Tried: ", f"{count}; {repairs.right} {repair}:")
+    for one in repairs.found:
+        lines += labelled(f"  {_place(one.line.file, one.line.number)}: ", one.text)
+    return lines
 
 
 # The causes that were considered besides the accepted one, and why they are not believed.
@@ -190,36 +219,26 @@ MOST_RULED_OUT = 6
 def other_causes_lines(verdict: Verdict) -> list[Line]:
     """The other causes: those that fit too, fit only the numbers, are ruled out, or cannot show."""
     accepted = [finding for finding in verdict.findings if finding.accepted]
-    lines = _accepted_together(accepted)
-    same_numbers = "; ".join(
+    others = [finding for finding in verdict.findings if not finding.fits]
+    lines = []
+    if len(accepted) > 1:
+        names = ", ".join(" and ".join(finding.causes) for finding in accepted)
+        lines += labelled("Cannot be told apart on this case: ", names)
+        for one in accepted:
+            lines += paragraph(one.tell_apart and f"{one.cause}: {one.tell_apart}", "    ")
+    same_numbers = (
         f"{finding.cause} ({finding.because or 'no observation supports it'})"
         for finding in verdict.findings
         if finding.fits and not finding.accepted
     )
-    if same_numbers:
-        lines += labelled("Fits the numbers, but: ", same_numbers)
-    ruled_out = [finding for finding in verdict.findings if not finding.fits and finding.would_show]
-    if ruled_out:
-        label = "Ruled out: " if accepted else "Nearest known causes, none of which fits: "
-        lines += labelled(label, ", ".join(_ruled_out(ruled_out)))
-    hidden = ", ".join(
-        finding.cause for finding in verdict.findings if not finding.fits and not finding.would_show
-    )
-    if hidden:
-        lines += labelled("Could not be seen on this case: ", hidden)
-    return lines
-
-
-def _accepted_together(accepted: list[Finding]) -> list[Line]:
-    """Several causes that explain the difference equally well, and what would tell them apart."""
-    if len(accepted) < 2:
-        return []
-    names = ", ".join(" and ".join(finding.causes) for finding in accepted)
-    lines = labelled("Cannot be told apart on this case: ", names)
-    for finding in accepted:
-        if finding.tell_apart:
-            lines += paragraph(f"{finding.cause}: {finding.tell_apart}", "    ")
-    return lines
+    ruled_out = "Ruled out: " if accepted else "Nearest known causes, none of which fits: "
+    hidden = (finding.cause for finding in others if not finding.would_show)
+    return [
+        *lines,
+        *labelled("Fits the numbers, but: ", "; ".join(same_numbers)),
+        *labelled(ruled_out, ", ".join(_ruled_out([one for one in others if one.would_show]))),
+        *labelled("Could not be seen on this case: ", ", ".join(hidden)),
+    ]
 
 
 def _ruled_out(findings: list[Finding]) -> Iterator[str]:
@@ -227,29 +246,181 @@ def _ruled_out(findings: list[Finding]) -> Iterator[str]:
     causes_by_rest: dict[str, list[str]] = {}
     for finding in findings:
         rest = finding.unexplained
-        rest_text = ""
-        if rest is not None and isfinite(rest):
-            rest_text = f"{text_of(rest, '.2g')} unexplained"
+        known = rest is not None and isfinite(rest)
+        rest_text = f" ({text_of(rest or 0.0, '.2g')} unexplained)" if known else ""
         causes_by_rest.setdefault(rest_text, []).append(finding.cause)
-    for number, (rest_text, causes) in enumerate(causes_by_rest.items()):
-        if number == MOST_RULED_OUT:
-            yield f"and {sum(map(len, list(causes_by_rest.values())[number:]))} more"
-            return
-        names = causes[0] if len(causes) == 1 else f"{causes[0]} and {len(causes) - 1} like it"
-        yield f"{names} ({rest_text})" if rest_text else names
+    groups = list(causes_by_rest.items())
+    for rest_text, causes in groups[:MOST_RULED_OUT]:
+        alike = f" and {len(causes) - 1} like it" if len(causes) > 1 else ""
+        yield f"{causes[0]}{alike}{rest_text}"
+    if len(groups) > MOST_RULED_OUT:
+        yield f"and {sum(len(causes) for _, causes in groups[MOST_RULED_OUT:])} more"
 
 
-# What the random numbers of a step have to do with its difference.
+# On the screen: how sure the cause is.
+
+MOST_OTHERS = 2
+
+ALL = 1e-3
+"""A cause that leaves less than this unexplained, which rounding may do, explains everything."""
 
 
-def random_number_lines(verdict: Verdict) -> list[Line]:
-    """For the whole report; nothing if nothing was drawn, or if a cause was named without it."""
-    text = random_number_text(verdict)
-    return labelled("Random numbers: ", text[:1].lower() + text[1:]) if text else []
+def how_sure(verdict: Verdict) -> str:
+    """Whether the cause was seen, and what of the numbers it explains; "" without a cause."""
+    best, comparison = verdict.best, verdict.comparison
+    if best is None:
+        return ""
+    others = [finding for finding in verdict.findings[1:] if finding.accepted]
+    parts = (best, *best.more)
+    was_seen = not best.is_guess and any(one.lines or one.because for one in parts)
+    if others:
+        names = [" and ".join(finding.causes) for finding in others]
+        more = f" (or {len(names) - MOST_OTHERS} more)" if len(names) > MOST_OTHERS else ""
+        advice = next((one.tell_apart for one in (best, *others) if one.tell_apart), "")
+        end = f"; {advice[:1].lower()}{advice[1:]}" if advice else "."
+        either = " or ".join(names[:MOST_OTHERS])
+        return f"Fits, but {either}{more} would leave the same numbers{end}"
+    if best.besides is not None:
+        factor = text_of(best.besides, ".4g")
+        return f"Explains all but a factor of {factor}, which every gradient has besides."
+    if best.unexplained is None and comparison is not None and comparison.same:
+        return "All gradients of this step are right."
+    if best.unexplained is None:
+        return "Seen to happen; its effect on the numbers cannot be computed." if was_seen else ""
+    if not best.fits:
+        return "Seen happening; the numbers have other reasons too."
+    if not was_seen:
+        taken = " (one was taken from the result itself)" if best.fitted else ""
+        return f"Fits the numbers{taken}; not seen happening."
+    if best.unexplained > ALL:
+        return f"Explains all but {text_of(100 * best.unexplained, '.2g')} % of the norm."
+    view = verdict.view
+    whole = view is None or view.parameters.sample.is_whole
+    return f"Explains every element{'' if whole else ' that was looked at'}."
+
+
+# On the screen: where a difference without a known cause comes from.
+
+MOST_NAMES = 3
+MOST_CERTAIN = 2
+
+
+def where_it_lies(verdict: Verdict) -> Iterator[str]:
+    """Where the difference lies; nothing with a cause."""
+    localisation, wrong = verdict.localisation, verdict.wrong_step
+    if verdict.causes or (wrong is not None and wrong.differs != "gradients"):
+        return  # the note says what is wrong, and nothing else is known
+    yield localisation.rows
+    found = localisation.whereabouts
+    if found is not None and verdict.repairs.shows_the_fault:
+        yield found.beside_one_rank  # the lines that the other texts say are marked are not
+    elif found is not None:
+        yield " ".join(filter(None, [found.beside_one_rank, found.marks]))
+        yield found.sentence
+    by_module = (localisation.findings_by_module or {}).items()
+    certain = [(module, one.cause) for module, one in by_module if not one.fitted]
+    for module, cause in certain[:MOST_CERTAIN]:
+        name = module or "the model itself"
+        yield f"On the parameters of {name} alone, the numbers fit {cause}."
+    multiples, comparison = localisation.weight_multiples, verdict.comparison
+    differing = [one.name for one in comparison.differing] if comparison is not None else []
+    if multiples and differing and multiples.keys() >= set(differing):  # of a few, it may be chance
+        factors = ", ".join(dict.fromkeys(text_of(multiples[name], ".2g") for name in differing))
+        error = f"The error of {listed(differing, MOST_NAMES)} is {factors} times the weights"
+        yield f"{error}: look at weight decay and penalties."
+
+
+# On the screen: what is not as a reader expects it.
+
+MOST_EXAMPLES = 8
+"""So many examples of one step are listed."""
+
+
+def notes(verdict: Verdict) -> Iterator[str]:
+    """All that a reader must know beside the cause, each as a sentence or two."""
+    if verdict.asked.planted:
+        yield f"The fault {verdict.asked.planted} was planted on purpose."
+    yield from training_notes(verdict)
+    if verdict.repeated is False:
+        yield "The same step left other bits when it ran again: a race, or an unseeded generator."
+    yield random_number_text(verdict)
+    if verdict.again.float32_at:
+        yield f"Off by float32's rounding; the step computes in float32: {verdict.again.float32_at}"
+    if verdict.why_not_float64:
+        yield "The loss cannot be computed in float64, so the big batch was not, either."
+    if verdict.again.masks_unpredictable:
+        again = verdict.again.without_dropout
+        yield f"Without dropout: {'not judged' if again is None else again.outcome}."
+    if fresh := fresh_ranks_text(verdict):
+        yield f"{FRESH_RANKS}{fresh}"
+    if not verdict.observed and verdict.why_not_watched and not verdict.repairs.found:
+        yield f"No lines of code are known, because {verdict.why_not_watched}."
+    if verdict.not_tried and verdict.analysis is not None:
+        left = verdict.not_tried[0] + (" and more" if verdict.not_tried[1:] else "")
+        yield f"The deadline of {verdict.analysis.time.deadline:g} s left no time for {left}."
+    if any(text.strip() for text in verdict.output.values()):
+        yield "The ranks printed something, which the whole report shows."
+
+
+def training_notes(verdict: Verdict) -> Iterator[str]:
+    """How the reference trains, and which step of a trainer is wrong."""
+    wrong = verdict.wrong_step
+    if wrong is not None:
+        yield wrong.sentence
+    if verdict.read_in_another_order:
+        yield "The big batches follow what the steps read: another order than the batch has."
+        if wrong is not None and wrong.number is not None:
+            first = sum(verdict.examples[: wrong.number - 1])
+            of_step = verdict.read_order[first : first + verdict.examples[wrong.number - 1]]
+            numbers = short_numbers(of_step, MOST_EXAMPLES)
+            examples = f"Examples 0 to {len(of_step) - 1} of step {wrong.number}"
+            yield f"{examples} are {numbers} of the batch."
+    training, is_update = verdict.asked.training, verdict.asked.compare == "update"
+    if training.is_of_the_user:
+        predicted = "" if verdict.outcome == "same" else ", from which no cause is predicted"
+        yield f"Compared with your own reference={predicted}."
+    elif verdict.outcome == "same":
+        return
+    elif is_update and training.is_plain_sgd:
+        yield f"Compared with plain SGD, learning rate {training.lr:g}: is that what the step does?"
+    elif is_update:
+        yield "Compared with your optimizer= and clip=: are they those of the step?"
+
+
+# What random numbers, precision, masks, the deadline and used ranks have to do with the verdict.
+
+
+def beside_lines(verdict: Verdict) -> list[Line]:
+    """All of it for the whole report; nothing of what does not concern this verdict."""
+    precision = paragraph(" ".join(_precision_sentences(verdict)), "  ")
+    fresh = labelled(FRESH_RANKS, fresh_ranks_text(verdict))
+    if verdict.outcome == "unknown":
+        return [*precision, *fresh]
+    drawn = random_number_text(verdict)
+    random = labelled("Random numbers: ", drawn[:1].lower() + drawn[1:])
+    dropout = labelled("Without dropout: ", _without_dropout_text(verdict))
+    if verdict.outcome == "different":
+        return [*dropout, *random, *precision, *fresh, *_not_tried_lines(verdict)]
+    training = [line for text in training_notes(verdict) for line in paragraph(text, "  ")]
+    return [*random, *dropout, *training, *precision, *fresh, *_not_tried_lines(verdict)]
+
+
+def _not_tried_lines(verdict: Verdict) -> list[Line]:
+    """The parts that the deadline left no time for. The verdict does not depend on it."""
+    if not verdict.not_tried or verdict.analysis is None:
+        return []
+    return labelled(
+        "Explained only in part: " if verdict.outcome == "different" else "Not computed: ",
+        f"the deadline of {verdict.analysis.time.deadline:g} s left no time for: "
+        f"{', '.join(verdict.not_tried)}. The verdict itself does not depend on this. A longer "
+        "deadline gives the rest.",
+    )
 
 
 def random_number_text(verdict: Verdict) -> str:
-    """Which rank was seen to draw, where, and what was seen of the numbers; "" without any."""
+    """Which rank was seen to draw, where, and what was seen of the numbers; "" without any, or if a
+    cause was named without it.
+    """
     drew = _first_draw(verdict)
     if verdict.analysis is None or not drew:
         return ""
@@ -270,22 +441,13 @@ def _first_draw(verdict: Verdict) -> str:
     for rank, seen in sorted(verdict.observed.items()):
         for draw in seen.draws or ():
             if draw.line is not None:
-                place = f"{os.path.basename(draw.line.file)}:{draw.line.number}"
-                return f"Rank {rank} drew at {place}{again}"
+                return f"Rank {rank} drew at {_place(draw.line.file, draw.line.number)}{again}"
     return ""
 
 
-# Lines about a step that float64 does not show as it is: with autocast, or float32 inside.
-
-
-def precision_lines(verdict: Verdict) -> list[Line]:
+def _precision_sentences(verdict: Verdict) -> Iterator[str]:
     """What was judged in which precision, if it was judged in two, and why."""
-    text = " ".join(_sentences(verdict))
-    return paragraph(text, "  ") if text else []
-
-
-def _sentences(verdict: Verdict) -> Iterator[str]:
-    other = verdict.other_precision
+    other = verdict.again.other_precision
     if verdict.why_not_float64:
         yield (
             f"The loss cannot be computed in float64 ({verdict.why_not_float64}), so the big batch "
@@ -293,15 +455,15 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
         )
     elif verdict.is_in_float64:
         yield from _in_float64(verdict, other)
-    elif other is not None:
-        yield from _in_lower_precision(verdict, other)
+    elif other is not None and (other.again.float32_at or verdict.autocast is not None):
+        yield f"Judged in {_precision(verdict)}. {_in_lower_precision(verdict, other)}"
 
 
 def _in_float64(verdict: Verdict, other: Verdict | None) -> Iterator[str]:
-    if verdict.float32_at:
+    if verdict.again.float32_at:
         yield (
             "The difference has the size of float32's rounding, and the step computes in float32 "
-            f"inside this check in float64: {verdict.float32_at}."
+            f"inside this check in float64: {verdict.again.float32_at}."
         )
         if other is None:
             yield (
@@ -315,25 +477,24 @@ def _in_float64(verdict: Verdict, other: Verdict | None) -> Iterator[str]:
             yield "The model is built in float64, so the step was checked in no other precision."
     if other is not None:
         autocast = "" if verdict.autocast is None else f" with autocast ({_name(verdict.autocast)})"
-        yield f"In {_precision(other)}{autocast} it was checked as well: {_outcome(other)}."
+        outcome = f"{other.outcome}{_numbers_of(other)}"
+        yield f"In {_precision(other)}{autocast} it was checked as well: {outcome}."
 
 
-def _in_lower_precision(verdict: Verdict, other: Verdict) -> Iterator[str]:
+def _in_lower_precision(verdict: Verdict, other: Verdict) -> str:
     """``other``: the verdict in float64."""
-    judged = f"Judged in {_precision(verdict)}."
-    if other.float32_at:
-        yield (
-            f"{judged} In float64 it is off by {text_of(other.error or 0, '.1e')}, the rounding of "
-            f"float32, because the step computes in float32: {other.float32_at}."
+    off = text_of(other.error or 0, ".1e")
+    if other.again.float32_at or verdict.autocast is None:
+        return (
+            f"In float64 it is off by {off}, the rounding of float32, because the step computes in "
+            f"float32: {other.again.float32_at}."
         )
-    elif verdict.autocast is not None:
-        off = ""
-        if other.outcome == "different":  # by more, the verdict would be the one in float64
-            off = f" by {text_of(other.error or 0, '.1e')}, which is the size of float32's rounding"
-        yield (
-            f"{judged} In float64, where autocast ({_name(verdict.autocast)}) does nothing, the "
-            f"outcome is {other.outcome}{off}."
-        )
+    # By more than rounding in float32, and the verdict would be the one in float64.
+    by = f" by {off}, which is the size of float32's rounding"
+    return (
+        f"In float64, where autocast ({_name(verdict.autocast)}) does nothing, the outcome is "
+        f"{other.outcome}{by if other.outcome == 'different' else ''}."
+    )
 
 
 def _precision(verdict: Verdict) -> str:
@@ -342,68 +503,49 @@ def _precision(verdict: Verdict) -> str:
     return "the model's own precision" if dtype is None else _name(dtype)
 
 
-def _outcome(verdict: Verdict) -> str:
-    if verdict.error is None or verdict.limit is None:
-        return verdict.outcome
-    error, limit = text_of(verdict.error, ".1e"), text_of(verdict.limit, ".1e")
-    return f"{verdict.outcome}, error {error}  limit {limit}"
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Lines about a step that drops something on a GPU: what it gives with dropout turned off.
+def _numbers_of(verdict: Verdict) -> str:
+    """``, error 3.1e-07  limit 2.0e-06``; "" if nothing was compared."""
+    if verdict.error is None or verdict.limit is None:
+        return ""
+    return f", error {text_of(verdict.error, '.1e')}  limit {text_of(verdict.limit, '.1e')}"
 
-LABEL = "Without dropout: "
 
-
-def without_dropout_lines(verdict: Verdict) -> list[Line]:
-    """What the same step gives without dropout; nothing unless masks could not be predicted."""
-    if not verdict.masks_unpredictable:
-        return []
-    again = verdict.without_dropout
+def _without_dropout_text(verdict: Verdict) -> str:
+    """What the same step gives without dropout; "" unless masks could not be predicted."""
+    if not verdict.again.masks_unpredictable:
+        return ""
+    again = verdict.again.without_dropout
     if verdict.outcome == "same":
         why = "the big batch could not be given the masks of the ranks"
-        return labelled(LABEL, f"this is how the step was compared, since {why}")
+        return f"this is how the step was compared, since {why}"
     if again is None:
-        return labelled(
-            LABEL,
+        return (
             f"the step was not judged, because it may not run again here; {ON_A_GPU}, so the masks "
-            "alone make a difference, and nothing is known of other causes",
+            "alone make a difference, and nothing is known of other causes"
         )
-    numbers = ""
-    if again.error is not None and again.limit is not None:
-        numbers = f", error {text_of(again.error, '.1e')}  limit {text_of(again.limit, '.1e')}"
+    text = f"{again.outcome}{_numbers_of(again)}"
     if again.outcome == "different":
-        causes = " and ".join(again.causes) or "no known cause fits, so the masks are not the only"
-        return labelled(LABEL, f"different{numbers}: {causes}{'' if again.causes else ' cause'}")
-    reason = f": {again.reason}" if again.outcome == "unknown" else ""
-    return labelled(LABEL, f"{again.outcome}{numbers}{reason}")
+        none = "no known cause fits, so the masks are not the only cause"
+        return f"{text}: {' and '.join(again.causes) or none}"
+    return f"{text}: {again.reason}" if again.outcome == "unknown" else text
 
-
-# Lines about a step that was judged on ranks with libraries of earlier checks, and on new ones.
 
 FRESH_RANKS = "Fresh ranks: "
 
 
 def fresh_ranks_text(verdict: Verdict) -> str:
     """What came out on ranks that had run earlier checks, beside new ones; "" without both."""
-    if verdict.on_used_ranks is None:
+    if verdict.again.on_used_ranks is None:
         return ""
-    kept = ", ".join(verdict.libraries_kept)
-    if verdict.on_used_ranks == verdict.outcome:
-        return (
-            f"{verdict.outcome} on them as well as on ranks that had already run earlier checks, "
-            f"where {kept} may have kept state."
-        )
+    kept = f"where {', '.join(verdict.again.libraries_kept)} may have kept state."
+    if verdict.again.on_used_ranks == verdict.outcome:
+        ranks = "them as well as on ranks that had already run earlier checks"
+        return f"{verdict.outcome} on {ranks}, {kept}"
     return (
-        f"{verdict.outcome} on them, which counts; {verdict.on_used_ranks} on ranks that had "
-        f"already run earlier checks, where {kept} may have kept state."
+        f"{verdict.outcome} on them, which counts; {verdict.again.on_used_ranks} on ranks that had "
+        f"already run earlier checks, {kept}"
     )
-
-
-def fresh_ranks_lines(verdict: Verdict) -> list[Line]:
-    """The same as lines of a report."""
-    text = fresh_ranks_text(verdict)
-    return labelled(FRESH_RANKS, text) if text else []

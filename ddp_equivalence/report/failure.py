@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.measure import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, missing
 from ddp_equivalence.report.text import Line, paragraph, plural, rank_names
-
-# Ranks that failed, as text: who waited for whom, the root cause, then its consequences.
 
 TRACEBACK_LINES = 30
 CONSEQUENCE_LINES = 3
@@ -36,12 +33,11 @@ def failure_blocks(
 ) -> Iterator[list[Line]]:
     """What is known of the failure, in blocks of lines. ``lane``: that of the ranks, if known."""
     changed = bool(failure.ends) and failure.ends[0].kind == "changed"
-    head = paragraph((CHANGED if changed else NOT_COMPARED).format(reason=reason), "  ")
-    if not failure.ends:
-        head += paragraph(str(failure), "  ")
-    if failure.waiting:
-        head += paragraph(failure.waiting, "  ")
-    yield head
+    yield [
+        *paragraph((CHANGED if changed else NOT_COMPARED).format(reason=reason), "  "),
+        *paragraph("" if failure.ends else str(failure), "  "),
+        *paragraph(failure.waiting, "  "),
+    ]
     failed = [end for end in failure.ends if end.failed]
     alike = _that_ended_alike(failed)
     for number, (end, *others) in enumerate(alike[: 1 + MOST_CONSEQUENCES]):
@@ -49,10 +45,10 @@ def failure_blocks(
         yield [*_rank_end_lines(end, role, lane), *_others_lines(end, others)]
     finished = [end.rank for end in failure.ends if not end.failed]
     more = sum(map(len, alike[1 + MOST_CONSEQUENCES :]))
-    rest = [Line(f"  Then: {more} more {plural(more, 'rank')}")] if more > 0 else []
-    if finished:
-        rest += paragraph(f"Finished its work: {rank_names(finished)}", "  ")
-    yield rest
+    yield [
+        *paragraph(f"Then: {more} more {plural(more, 'rank')}" if more else "", "  "),
+        *paragraph(f"Finished its work: {rank_names(finished)}" if finished else "", "  "),
+    ]
     if rerun is not None:
         yield _rerun_lines(rerun)
 
@@ -111,11 +107,11 @@ def _rerun_lines(rerun: Rerun) -> list[Line]:
         outcome = "the fresh ranks could not be started."
     elif rerun.cut_short:
         outcome = "the step was not done by the rerun's deadline either."
-    lines = paragraph(f"{title} {outcome}", "  ")
-    lines += paragraph(_first_line(str(rerun.failure)), "    ")
-    if rerun.failure.waiting:
-        lines += paragraph(rerun.failure.waiting, "    ")
-    return lines
+    return [
+        *paragraph(f"{title} {outcome}", "  "),
+        *paragraph(_first_line(str(rerun.failure)), "    "),
+        *paragraph(rerun.failure.waiting, "    "),
+    ]
 
 
 _TENSOR_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)\)")
@@ -128,65 +124,12 @@ def _first_line(message: str) -> str:
     return first if len(first) <= most else f"{first[:most]}..."
 
 
-# What a user can do if a step names a CUDA device that its rank does not have.
-
-NO_CUDA = (
-    "No CUDA GPUs are available|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
-    "|no CUDA-capable device is detected"
-)
-NO_SUCH_DEVICE = "invalid device ordinal|invalid device id"
-
-
-def device_hint(what: str, lane: Lane) -> str:
-    """The hint for an exception with this text on a rank of this lane; "" if there is none."""
-    if re.search(NO_CUDA, what) and lane.device_type == "cpu":
-        return _on_cpu(lane)
-    if re.search(NO_SUCH_DEVICE, what, re.IGNORECASE) and lane.device_type == "cuda":
-        return _on_cuda(lane)
-    return ""
-
-
-def _on_cpu(lane: Lane) -> str:
-    use = "move the model and the data to rank.device"
-    if missing("gloo_cuda", 1) is not None:
-        return f"torch can use no CUDA device of this machine, so the ranks are on the CPU: {use}."
-    why = f"the backend is {lane}"
-    if lane.name == "gloo_fallback":
-        why = f"NCCL {lane.reason}"
-    return (
-        f"{why}, so the ranks ran on the CPU, with the GPUs hidden from them. Give this machine's "
-        "GPUs to several ranks each with --backend gloo_cuda (in pytest --ddp-backend gloo_cuda, "
-        f'in Python check(..., backend="gloo_cuda")), or {use}, which is the CPU here.'
-    )
-
-
-def _on_cuda(lane: Lane) -> str:
-    if lane.ranks_share_gpus:
-        return (
-            "there are fewer GPUs than ranks, so each rank sees a single GPU, which is its cuda:0. "
-            "Move the model and the data to rank.device."
-        )
-    return (
-        "each rank sees only the GPUs of its own simulated node, as it would on a real one. "
-        "Number them by LOCAL_RANK and not by RANK, or move the model and the data to rank.device."
-    )
-
-
 # What a user can do about errors on the ranks that many users meet.
-
-
-@dataclass(frozen=True)
-class Hint:
-    """``pattern``: a regular expression that is found in the text of the exception."""
-
-    pattern: str
-    sentence: str
-
 
 DTYPE = r"([Ff]loat(16|32|64)?|[Dd]ouble|[Hh]alf|BFloat16|bfloat16|c10::\w+)"
 
 HINTS = (
-    Hint(
+    (
         rf"expected scalar type {DTYPE} but found {DTYPE}"
         rf"|[Ff]ound dtype {DTYPE} but expected {DTYPE}"
         r"|to have the same dtype, but got"
@@ -196,37 +139,69 @@ HINTS = (
         "the case casts the model and the floats of the batch to its dtype, float64 by default. "
         "Give constants the dtype of the input, or choose Case(dtype=torch.float32).",
     ),
-    Hint(
+    (
         "trying to initialize the default process group twice",
         "the step has called init_process_group twice. It may call it once, although the rank "
         "has a process group; to call it again, it must call destroy_process_group first",
     ),
-    Hint(
+    (
         "Default process group has not been initialized",
         "the step has called destroy_process_group, and a collective after it. Move that call to "
         "the end, or leave it out: the ranks end their group themselves.",
     ),
-    Hint(
+    (
         "BdbQuit|EOFError: EOF when reading a line",
         "this rank is a process of its own and has no terminal. With --in-process, or "
         "check(..., in_process=True), rank 0 is the process that you started, and a debugger works "
         "in it: if rank == 0: breakpoint()",
     ),
-    Hint(
+    (
         "Can't pickle local object|Can't get local object",
         "worker processes that are started with spawn or forkserver can be sent no function or "
         "class that is defined inside a function. A training script would fail in the same way. "
         "Define it at the top of its file, or start the workers with fork.",
     ),
 )
-"""The first hint whose pattern is found is printed."""
+"""Regular expressions for the text of an exception, each with what is printed if it is found."""
+
+NO_CUDA = (
+    "No CUDA GPUs are available|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+    "|no CUDA-capable device is detected"
+)
+NO_SUCH_DEVICE = "(?i)invalid device ordinal|invalid device id"
 
 
 def hint_lines(what: str, lane: Lane | None = None) -> list[Line]:
-    """The hint for an exception, whose type and text are given; nothing if there is none.
+    """The first hint for an exception, whose type and text are given; nothing if there is none.
 
     ``lane``: the lane of the rank that raised it, if it is known.
     """
-    sentences = (hint.sentence for hint in HINTS if re.search(hint.pattern, what))
-    sentence = next(sentences, "") or (device_hint(what, lane) if lane is not None else "")
-    return paragraph(f"Hint: {sentence}", "    ") if sentence else []
+    sentences = [sentence for pattern, sentence in HINTS if re.search(pattern, what)]
+    if lane is not None and lane.device_type == "cpu" and re.search(NO_CUDA, what):
+        sentences.append(_without_gpus(lane))
+    if lane is not None and lane.device_type == "cuda" and re.search(NO_SUCH_DEVICE, what):
+        sentences.append(SHARED_GPU if lane.ranks_share_gpus else GPUS_OF_NODE)
+    return paragraph(f"Hint: {sentences[0]}", "    ") if sentences else []
+
+
+SHARED_GPU = (
+    "there are fewer GPUs than ranks, so each rank sees a single GPU, which is its cuda:0. "
+    "Move the model and the data to rank.device."
+)
+GPUS_OF_NODE = (
+    "each rank sees only the GPUs of its own simulated node, as it would on a real one. "
+    "Number them by LOCAL_RANK and not by RANK, or move the model and the data to rank.device."
+)
+
+
+def _without_gpus(lane: Lane) -> str:
+    use = "move the model and the data to rank.device"
+    if missing("gloo_cuda", 1) is not None:
+        return f"torch can use no CUDA device of this machine, so the ranks are on the CPU: {use}."
+    is_fallback = lane.name == "gloo_fallback"
+    why = f"NCCL {lane.reason}" if is_fallback else f"the backend is {lane}"
+    return (
+        f"{why}, so the ranks ran on the CPU, with the GPUs hidden from them. Give this machine's "
+        "GPUs to several ranks each with --backend gloo_cuda (in pytest --ddp-backend gloo_cuda, "
+        f'in Python check(..., backend="gloo_cuda")), or {use}, which is the CPU here.'
+    )

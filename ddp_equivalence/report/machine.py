@@ -15,8 +15,8 @@ from ddp_equivalence.ranks.gpu_room import SEVERAL
 from ddp_equivalence.ranks.gpus import Gpu, Gpus, Link, gpus, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, torchs_precision
+from ddp_equivalence.report.record import versions
 from ddp_equivalence.report.text import plural, rank_names
-from ddp_equivalence.report.versions import versions
 
 # What this machine has: GPUs, driver, versions, precision, and variables that are set.
 #

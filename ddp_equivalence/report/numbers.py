@@ -1,35 +1,232 @@
-"""What the big batch's gradient is, what the ranks hold, and which parameters differ."""
+"""What the ranks hold beside the big batch's gradient, and which parameters differ."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from math import isnan, prod
+from collections.abc import Iterator
+from math import isfinite, isnan, prod
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.report.short.held import share_text, share_texts
+from ddp_equivalence.report.blocks import Item
+from ddp_equivalence.report.shares import (
+    ShareTable,
+    all_are_right,
+    can_be_shown,
+    has_too_few_elements,
+    holders,
+    only_in,
+)
 from ddp_equivalence.report.text import (
     Line,
     Style,
+    cut,
     labelled,
+    listed,
     paragraph,
     plural,
+    range_of_ranks,
     rank_names,
+    ranks_by,
     ratio_text,
-    wrapped,
+    shortened,
 )
 
 if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison, ParameterComparison
-    from ddp_equivalence.diagnosis.shares import ShareRow, Shares
     from ddp_equivalence.report.verdict import Verdict
 
 
-# The argument: what the big batch's gradient is, and which multiple of it the ranks hold.
-#
-# Its lines begin with Let, Then, With, But. The last ones say what the losses are divided by.
+# On the screen: the table of shares, or what the ranks hold in words.
+
+OF_ONE_RANK = re.compile(r"rank (?P<rank>\d+): (?P<what>.*)", re.DOTALL)
+
+MOST_STRUCTURE = 3
+MOST_GROUPS = 4
+WIDEST = 100
+
+MULTIPLE = 1e-6
+"""A rank holds a multiple of the big batch's gradient if this much of it at most is left over."""
+
+MOST_LEFT = 0.001
+"""If more than this part of the error is left over, the multiple is not what is wrong."""
+
+ALIKE = 0.005
+"""Ranks that are off by amounts that differ by less are off by the same amount."""
+
+
+def held(verdict: Verdict) -> list[Item | Line]:
+    """What should be there and what is there."""
+    comparison, shares = verdict.comparison, verdict.shares
+    assert comparison is not None
+    width = min(settings.current().width, WIDEST)
+    if comparison.structure:
+        texts = _structure(comparison)
+        more = [f"... and {len(texts) - MOST_STRUCTURE} more"] if texts[MOST_STRUCTURE:] else []
+        return [Line(cut(f"  {text}", width)) for text in (*texts[:MOST_STRUCTURE], *more)]
+    if not comparison.differing:
+        return [Line(cut(f"  {text}", width)) for text in _only_bits(comparison)]
+    words = [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
+    right = [one for one in comparison.parameters if one.same]
+    if right and all(one.ranks_agree for one in right):
+        differing = [one.name for one in comparison.differing]
+        words.append(Line(cut(f"  {only_in(differing)}", width)))
+    if shares is not None and can_be_shown(shares) and not all_are_right(shares):
+        return [ShareTable.of(shares, verdict.case.ranks.world_size, words)]
+    return list(words)
+
+
+def _structure(comparison: Comparison) -> list[str]:
+    """What is not as in the big batch, with the ranks of which it is true."""
+    matches = ((OF_ONE_RANK.match(text), text) for text in comparison.structure)
+    ranks = ranks_by(
+        ((int(match["rank"]), match["what"]) if match else (-1, text)) for match, text in matches
+    )
+    return [what if of == [-1] else f"{_on(of, comparison)}: {what}" for what, of in ranks.items()]
+
+
+def _on(ranks: list[int], comparison: Comparison) -> str:
+    everyone = len(ranks) == len(comparison.ranks) > 1
+    return "every rank" if everyone else range_of_ranks(ranks)
+
+
+def _hold(ranks: list[int], comparison: Comparison) -> str:
+    text = holders(ranks, len(comparison.ranks), range_of_ranks)
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _only_bits(comparison: Comparison) -> Iterator[str]:
+    """Every value is within its limit, and yet something is not as it must be."""
+    apart = [one.name for one in comparison.parameters if not one.ranks_agree]
+    count = len(comparison.parameters)
+    if apart:
+        yield (
+            f"The ranks hold different bits in {len(apart)} of {count} "
+            f"{plural(count, 'parameter')}; ranks that train together must hold the same."
+        )
+
+
+def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
+    distances = (
+        (error.rank, error.distance)
+        for parameter in comparison.parameters
+        if 0 not in parameter.shape
+        for error in parameter.by_rank
+    )
+    not_finite = sorted({rank for rank, distance in distances if not isfinite(distance)})
+    if not_finite:
+        yield f"{_hold(not_finite, comparison)} values that are not finite, or too large to square."
+        return
+    multiples = _multiples(comparison)
+    if multiples is not None:
+        for text, ranks in list(multiples.items())[:MOST_GROUPS]:
+            yield f"{_hold(ranks, comparison)} {text} times what the big batch gives."
+        return
+    of = f"the {'updates' if verdict.asked.compare == 'update' else 'gradients'} of the "
+    shares = verdict.shares
+    if shares is None:
+        pass
+    elif has_too_few_elements(shares):
+        yield f"Too few elements differ to tell how often each of the {shares.pieces} counts."
+    elif not can_be_shown(shares):
+        yield f"What the ranks hold is no mixture of {of}{shares.pieces}."
+    elif all_are_right(shares):
+        yield f"To two digits, all {shares.pieces} count as often as they should."
+    yield _off_by(comparison)
+
+
+def _multiples(comparison: Comparison) -> dict[str, list[int]] | None:
+    """Multiple -> the ranks that hold it; None if a rank holds no multiple of the big batch."""
+    found: list[tuple[int, str]] = []
+    for rank in comparison.ranks:
+        factor, rest, off = _nearest(comparison, rank)
+        if rest > MULTIPLE or (off > MULTIPLE and rest > MOST_LEFT * off):
+            return None
+        text = ratio_text(factor)
+        found.append((rank, text.rstrip("0").rstrip(".") if "." in text else text))
+    return ranks_by(found)
+
+
+def _off_by(comparison: Comparison) -> str:
+    """How far each rank is from the big batch, relative to its norm."""
+    groups: list[tuple[float, list[int]]] = []
+    for rank in comparison.ranks:
+        off = _nearest(comparison, rank)[2]
+        if groups and abs(groups[-1][0] - off) <= ALIKE * max(off, groups[-1][0]):
+            groups[-1][1].append(rank)
+        else:
+            groups.append((off, [rank]))
+    first = groups[0][1]
+    verb = "are" if len(first) > 1 and len(groups) > 1 else "is"
+    (text, *others) = [
+        f"{_on(ranks, comparison)} by {text_of(off, '.2f' if off >= 0.01 else '.2g')}"
+        for off, ranks in groups
+    ]
+    text = text.replace(" by ", f" {verb} off by ", 1) + " of the big batch's norm"
+    text = listed([text, *others], MOST_GROUPS)
+    return f"{text[:1].upper()}{text[1:]}{'' if len(groups) > MOST_GROUPS else '.'}"
+
+
+def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
+    """(k, rest, off): k times the big batch is nearest; what is left over; how far it is off.
+
+    Both are relative: ``rest`` to what the rank holds, ``off`` to the big batch.
+    """
+    errors = [
+        (parameter.norm, error)
+        for parameter in comparison.parameters
+        for error in parameter.by_rank
+        if error.rank == rank and parameter.norm > 0
+    ]
+    expected = sum(norm**2 for norm, _ in errors)
+    if not expected:
+        return 0.0, float("inf"), float("inf")
+    factor = sum(error.factor * norm**2 for norm, error in errors) / expected
+    held = sum(error.ratio * norm * error.ratio * norm for norm, error in errors)
+    rest = max(0.0, 1 - factor**2 * expected / held) ** 0.5 if held > 0 else 0.0
+    off = (sum((error.error * norm) ** 2 for norm, error in errors) / expected) ** 0.5
+    return factor, rest, off
+
+
+# On the screen: how many parameters differ, and the worst.
+
+LONGEST_NAME = 45
+SHORTEST_NAME = 16
+
+ORDINARY_LANES = ("gloo", "gloo_fallback")
+"""On any other lane the report says which it was: it takes no line of its own."""
+
+
+def how_many_differ(verdict: Verdict, left_out: int = 0) -> str:
+    """The count, and the error and limit of the worst; "" if no parameter differs.
+
+    ``left_out``: so many characters of its name. Dots may stand in a name, and not for a number.
+    """
+    comparison = verdict.comparison
+    assert comparison is not None
+    if not comparison.differing:
+        return ""
+    worst, count, of = comparison.differing[0], len(comparison.differing), comparison.parameters
+    longest = max(min(len(worst.name), LONGEST_NAME) - left_out, SHORTEST_NAME)
+    text = (
+        f"{count} of {len(of)} {plural(len(of), 'parameter')} {plural(count, 'differs', 'differ')}"
+        f"{', most' if count > 1 else ':'} {shortened(worst.name, longest)}"
+    )
+    error, lane = worst.worst, verdict.lane.name
+    if error.alone or error.error <= worst.limit.relative:
+        off, limit = error.element, worst.limit.element
+        text += f", element {list(error.place)} on rank {error.rank}:"
+    else:
+        off, limit = error.error, worst.limit.relative
+        text += ":" if count > 1 else ","
+    where = "" if lane in ORDINARY_LANES else f", lane {lane}"
+    return f"{text} error {text_of(off, '.2g')}, limit {text_of(limit, '.2g')}{where}."
+
+
+# The argument of the whole report: what the big batch's gradient is, and which multiple of it the
+# ranks hold. Its lines begin with Let, Then, With, But. The last says what the losses divide by.
 
 WRONG_DIVISORS = frozenset(
     (
@@ -52,101 +249,37 @@ ROUNDING = 1e-7
 
 def expected_and_held_lines(verdict: Verdict) -> list[Line]:
     """The lines Let, Then, With (for updates), But, and whose mean it is."""
-    comparison = verdict.comparison
+    comparison, layout = verdict.comparison, verdict.case.ranks
     assert comparison is not None
-    layout = verdict.case.ranks
     nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes (simulated on one host)"
-    quantity = "gradient of" if verdict.compare == "gradients" else "update of the weights by"
+    quantity = "gradient of" if verdict.asked.compare == "gradients" else "update of the weights by"
     examples = " + ".join(map(str, verdict.examples))
-    lines = _line_of_argument(
-        "Let",
-        f"g = {quantity} the big batch, {examples} examples; "
-        f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}",
-    )
-    for text in _held(comparison):
-        lines += _line_of_argument("Then", text)
-    if verdict.compare == "update":
-        steps = len(verdict.examples)
-        sgd = f"plain SGD, learning rate {verdict.lr:g}, {steps} {plural(steps, 'step')}"
-        lines += _line_of_argument("With", f"{sgd}: is that what the step does?")
-    lines += _line_of_argument("But", verdict.promise or "every rank should hold 1 g")
+    argument = [
+        (
+            "Let",
+            f"g = {quantity} the big batch, {examples} examples; "
+            f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}",
+        )
+    ]
+    multiples = ranks_by((rank, _multiple_held(comparison, rank)) for rank in comparison.ranks)
+    for text, ranks in multiples.items():
+        argument.append(("Then", f"{holders(ranks, len(comparison.ranks), rank_names)} {text}"))
+    if verdict.asked.compare == "update":
+        steps, lr = len(verdict.examples), verdict.asked.training.lr
+        sgd = f"plain SGD, learning rate {lr:g}, {steps} {plural(steps, 'step')}"
+        argument.append(("With", f"{sgd}: is that what the step does?"))
+    argument.append(("But", verdict.asked.promise or "every rank should hold 1 g"))
+    lines = [
+        line for word, text in argument for line in paragraph(f"{word:<7}{text}", "  ", hang=9)
+    ]
     return [*lines, *_divisors_lines(verdict)]
 
 
-def _line_of_argument(word: str, text: str) -> list[Line]:
-    return [Line(line) for line in wrapped(f"  {word:<7}{text}", "         ", first="")]
-
-
-def _divisors_lines(verdict: Verdict) -> list[Line]:
-    """What the losses and the reduction divide by, and what would be right."""
-    divisors = verdict.divisors
-    named_otherwise = verdict.cause is not None and not WRONG_DIVISORS & set(verdict.causes)
-    if divisors is None or named_otherwise:
-        return []
-    if divisors.kind == "sum":
-        text = "The loss is a sum, divided by nothing: the ranks' losses add up to the big batch's"
-    else:
-        counts = _of_every_rank(divisors.counts, ".6g")
-        text = (
-            f"The loss of a rank's own shard is a mean over {counts} {divisors.unit}; "
-            f"the loss of the big batch is a mean over {divisors.big_batch:g}"
-        )
-    if divisors.reduction is not None and _is_whole(divisors.reduction):
-        divisor = "nothing" if round(divisors.reduction) == 1 else f"{round(divisors.reduction)}"
-        text += f"; altogether the ranks' gradients were divided by {divisor}"
-    if divisors.right_factors is not None and verdict.cause is not None:
-        factors = _of_every_rank(divisors.right_factors, ".4g")
-        text += f". To be right, multiply the loss as it is now by {factors}"
-        if divisors.kind == "mean" and divisors.reduction is not None:
-            reduction = text_of(divisors.reduction, ".4g")
-            text += f", or the summed loss by {reduction} / {divisors.big_batch:g}"
-    question = "  Whose mean is it?"
-    first, *more = wrapped(f"{question} {text}.", "    ", first="")
-    return [Line(first, Style.LABEL, styled=len(question)), *map(Line, more)]
-
-
-def _is_whole(number: float) -> bool:
-    """True for a number of ranks, examples or micro-batches, up to rounding."""
-    return round(number) >= 1 and abs(number - round(number)) < 1e-3 * number
-
-
-def _of_every_rank(numbers: tuple[float, ...], number_format: str) -> str:
-    """The number that all ranks have in common, or else the number of each rank, in order."""
-    texts = [text_of(number, number_format) for number in numbers]
-    if len(set(texts)) == 1:
-        return texts[0]
-    shown = ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
-    return f"{shown} (by rank)"
-
-
-def _held(comparison: Comparison) -> Iterator[str]:
-    """One sentence for each group of ranks that hold the same multiple of the big batch."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank in comparison.ranks:
-        text = _held_by_rank(comparison, rank)
-        if text is not None:
-            ranks_by_text.setdefault(text, []).append(rank)
-    for text, ranks in ranks_by_text.items():
-        if len(ranks) == len(comparison.ranks) > 1:
-            yield f"every rank holds {text}"
-        else:
-            yield f"{rank_names(ranks)} {'holds' if len(ranks) == 1 else 'hold'} {text}"
-
-
-def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
+def _multiple_held(comparison: Comparison, rank: int) -> str | None:
     """The multiple k g that is nearest to what the rank holds; None if g is zero."""
-    errors = [
-        (parameter.norm, error)
-        for parameter in comparison.parameters
-        for error in parameter.by_rank
-        if error.rank == rank and parameter.norm > 0
-    ]
-    expected = sum(norm**2 for norm, _ in errors)
-    if not expected:
+    factor, unexplained, _ = _nearest(comparison, rank)
+    if unexplained == float("inf"):
         return None
-    factor = sum(error.factor * norm**2 for norm, error in errors) / expected
-    held = sum((error.ratio * norm) ** 2 for norm, error in errors)
-    unexplained = max(0.0, 1 - factor**2 * expected / held) ** 0.5 if held > 0 else 0.0
     if isnan(factor):
         return "NaN: not a number"
     if unexplained > NOT_NEAR:
@@ -158,136 +291,41 @@ def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
     return f"{ratio_text(factor)} g   (unexplained: {rest})"
 
 
-# The table of shares: how often each rank, micro-batch and example is in what the ranks hold.
-
-MOST_RANKS = 8
-MOST_EXAMPLES = 12
-MOST_NAMES = 3
-FIRST_COLUMN = 26
-"""Columns before the first number."""
-
-OFF = 0.005
-"""A share that differs from 1 by more than this is not printed as 1.00."""
-
-NOTHING = 1e-6
-"""An unexplained part below this is rounding."""
-
-
-def shares_lines(verdict: Verdict) -> list[Line]:
-    """The block, or why there is none."""
-    shares = verdict.shares
-    if shares is None:
-        why = verdict.why_no_shares
-        return labelled("No shares of examples: ", why.reason) if why else []
-    return [
-        *_title(shares),
-        *_table(verdict, shares),
-        *_micro_batches(shares),
-        *_examples(shares),
-        *_conditions(shares),
-    ]
-
-
-def _title(shares: Shares) -> list[Line]:
-    parameters = ""
-    if shares.only:
-        more = ", ..." if len(shares.only) > MOST_NAMES else ""
-        parameters = f" of {', '.join(shares.only[:MOST_NAMES])}{more}"
-    title = f"Share of each rank's examples in the result{parameters}"
-    lines = wrapped(f"{title} (1.00 = as often as in the big batch)", "  ")
-    return [Line(line, Style.LABEL) for line in lines]
-
-
-def _table(verdict: Verdict, shares: Shares) -> Iterator[Line]:
-    layout = verdict.case.ranks
-    ranks = range(min(layout.world_size, MOST_RANKS))
-    nodes = [layout.rows[rank].node for rank in ranks]
-    first_of_node = [rank == 0 or nodes[rank] != nodes[rank - 1] for rank in ranks]
-    node_names = [f"node {nodes[rank]}" if first_of_node[rank] else "" for rank in ranks]
-    yield _row("", node_names)
-    yield _row("", [f"rank {rank}" for rank in ranks])
-    yield _row("expected", [_share_text(1.0) for _ in ranks])
-    ranks_by_row: dict[tuple[str, ...], list[int]] = {}
-    for rank, row in shares.by_rank.items():
-        cells = tuple(_share_text(row[r]) for r in ranks)
-        if set(cells) <= {_share_text(0.0), _share_text(None)}:
-            cells = share_texts([row[r] for r in ranks], shares)
-        ranks_by_row.setdefault(cells, []).append(rank)
-    for cells, holders in ranks_by_row.items():
-        everyone = len(holders) == len(shares.by_rank)
-        name = "measured" if everyone else f"measured, {rank_names(holders)}"
-        note = "     same on all ranks" if everyone and len(holders) > 1 else ""
-        yield _row(name, cells, note)
-    if layout.world_size > MOST_RANKS:
-        yield Line(f"    (the first {MOST_RANKS} of {layout.world_size} ranks)")
-
-
-def _row(name: str, cells: Sequence[str], note: str = "") -> Line:
-    numbers = "".join(f"{cell:>9}" for cell in cells)
-    return Line(f"    {name:<{FIRST_COLUMN - 4}}{numbers}{note}")
-
-
-def _micro_batches(shares: Shares) -> Iterator[Line]:
-    """The shares of every rank's micro-batches, where those of one rank do not count alike."""
-    by_micro_batch = shares.by_micro_batch
-    if by_micro_batch is None:
-        return
-    if not any(_differ(row) for rows in by_micro_batch.values() for row in rows):
-        return
-    yield Line("    by micro-batch, in the order in which they ran")
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, rows in list(by_micro_batch.items())[:MOST_RANKS]:
-        text = "   ".join(
-            f"rank {source}: {' '.join(map(_share_text, row))}" for source, row in enumerate(rows)
+def _divisors_lines(verdict: Verdict) -> list[Line]:
+    """What the losses and the reduction divide by, and what would be right."""
+    divisors = verdict.divisors
+    named_otherwise = verdict.cause is not None and not WRONG_DIVISORS & set(verdict.causes)
+    if divisors is None or named_otherwise:
+        return []
+    reduction = divisors.reduction
+    if divisors.kind == "sum":
+        text = "The loss is a sum, divided by nothing: the ranks' losses add up to the big batch's"
+    else:
+        counts = _of_every_rank(divisors.counts, ".6g")
+        text = (
+            f"The loss of a rank's own shard is a mean over {counts} {divisors.unit}; "
+            f"the loss of the big batch is a mean over {divisors.big_batch:g}"
         )
-        ranks_by_text.setdefault(text, []).append(rank)
-    for text, ranks in ranks_by_text.items():
-        holders = "" if len(ranks) == len(by_micro_batch) else f" {rank_names(ranks)}"
-        yield from paragraph(f"measured{holders}:  {text}", "      ")
+    count = 0 if reduction is None else round(reduction)
+    if reduction is not None and count >= 1 and abs(reduction - count) < 1e-3 * reduction:
+        divisor = "nothing" if count == 1 else f"{count}"
+        text += f"; altogether the ranks' gradients were divided by {divisor}"
+    if divisors.right_factors is not None and verdict.cause is not None:
+        factors = _of_every_rank(divisors.right_factors, ".4g")
+        text += f". To be right, multiply the loss as it is now by {factors}"
+        if divisors.kind == "mean" and reduction is not None:
+            sum_by = f"{text_of(reduction, '.4g')} / {divisors.big_batch:g}"
+            text += f", or the summed loss by {sum_by}"
+    return labelled("Whose mean is it? ", f"{text}.", hang=4)
 
 
-def _examples(shares: Shares) -> Iterator[Line]:
-    """Single examples whose share is not 1.00, if these are the exceptions."""
-    if not shares.by_example:
-        return
-    everyone = len({tuple(map(_share_text, row)) for row in shares.by_example.values()}) == 1
-    for rank, row in list(shares.by_example.items())[:MOST_RANKS]:
-        wrong = [
-            f"{index}: {_share_text(share)}"
-            for index, share in enumerate(row)
-            if share is not None and abs(share - 1) > OFF
-        ]
-        if not wrong or len(wrong) > MOST_EXAMPLES or 2 * len(wrong) > len(row):
-            continue  # None is wrong, or so many that a list of single examples says little.
-        where = "" if everyone else f" on rank {rank}"
-        word = plural(len(wrong), "example")
-        yield from paragraph(f"{word}{where} {', '.join(wrong)}; all others 1.00", "    ")
-        if everyone:
-            return
+def _of_every_rank(numbers: tuple[float, ...], number_format: str) -> str:
+    """The number that all ranks have in common, or else the number of each rank, in order."""
+    texts = [text_of(number, number_format) for number in numbers]
+    return texts[0] if len(set(texts)) == 1 else f"{listed(texts, 8)} (by rank)"
 
 
-def _conditions(shares: Shares) -> list[Line]:
-    unexplained = max(shares.unexplained.values())
-    rest = "nothing" if unexplained < NOTHING else f"{text_of(unexplained, '.2g')} of the norm"
-    text = (
-        f"fit of the {shares.pieces}' gradients on {shares.elements} elements; "
-        f"condition number {text_of(shares.condition, '.3g')}; unexplained: {rest}"
-    )
-    if shares.why_not_examples:
-        text += f" (not fitted by example, because {shares.why_not_examples})"
-    return paragraph(text, "    ")
-
-
-def _differ(row: ShareRow) -> bool:
-    known = [share for share in row if share is not None]
-    return bool(known) and max(known) - min(known) > OFF
-
-
-def _share_text(share: float | None) -> str:
-    return "0.00" if share is not None and abs(share) < OFF else share_text(share)
-
-
-# The numbers: which parameters differ, by how much, and the limit of each.
+# Which parameters differ, by how much, and the limit of each.
 
 MOST_PARAMETERS = 20
 MOST_RIGHT = 8
@@ -301,18 +339,15 @@ def structure_lines(verdict: Verdict) -> list[Line]:
     """Names, shapes and types that are not those of the big batch, and ranks that disagree."""
     comparison = verdict.comparison
     assert comparison is not None
-    structure = comparison.structure[:MOST_PARAMETERS]
-    lines = [Line(f"    {text}") for text in structure]
-    more = len(comparison.structure) - len(structure)
+    lines = [Line(f"    {text}") for text in comparison.structure[:MOST_PARAMETERS]]
+    more = len(comparison.structure) - len(lines)
     if more > 0:
         lines.append(Line(f"    ... and {more} more"))
     disagreeing = [one.name for one in comparison.parameters if not one.ranks_agree]
     if disagreeing:
-        more_names = ", ..." if len(disagreeing) > MOST_DISAGREEING else ""
-        names = ", ".join(disagreeing[:MOST_DISAGREEING]) + more_names
         lines += paragraph(
             f"the ranks do not agree bit for bit on {len(disagreeing)} of "
-            f"{len(comparison.parameters)} parameters: {names}",
+            f"{len(comparison.parameters)} parameters: {listed(disagreeing, MOST_DISAGREEING)}",
             "    ",
         )
     return [Line("  Structure", Style.LABEL), *lines] if lines else []
@@ -331,8 +366,7 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
     title = f"Parameters that differ: {len(differing)} of {len(comparison.parameters)}"
     shown = differing[:MOST_PARAMETERS]
     names = [f"{parameter.name}  {parameter.shape}" for parameter in shown]
-    widest = settings.current().width - NUMBER_COLUMNS
-    width = min(max(map(len, [title, *names])), widest)
+    width = min(max(map(len, [title, *names])), settings.current().width - NUMBER_COLUMNS)
     header = f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"
     lines = [Line(header, Style.LABEL, styled=2 + len(title))]
     for name, parameter in zip(names, shown, strict=True):
@@ -340,22 +374,16 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
             lines.append(Line(f"    {name}"))
             name = ""
         lines.append(Line(f"    {name:<{width + 2}}{_numbers(parameter)}"))
-        lines += [Line(f"      {text}") for text in _element(parameter)]
+        lines += _element(parameter)
     if len(differing) > len(shown):
         more = len(differing) - len(shown)
         lines.append(Line(f"    ... and {more} more (the worst are shown)"))
-    lines += _right(comparison)
+    right = [one.name for one in comparison.parameters if one.same and one.ranks_agree]
+    if right:  # often they tell where the difference comes from
+        in_all = f" ({len(right)} in all)" if len(right) > MOST_RIGHT else ""
+        lines += paragraph(f"right: {listed(right, MOST_RIGHT)}{in_all}", "    ")
     reasons = Counter(parameter.limit.reason for parameter in differing)
     return [*lines, Line(f"    limit: {'; '.join(reasons)}")]
-
-
-def _right(comparison: Comparison) -> list[Line]:
-    """The parameters that are right: often they tell where the difference comes from."""
-    right = [one.name for one in comparison.parameters if one.same and one.ranks_agree]
-    if not right:
-        return []
-    more = f", ... ({len(right)} in all)" if len(right) > MOST_RIGHT else ""
-    return paragraph(f"right: {', '.join(right[:MOST_RIGHT])}{more}", "    ")
 
 
 def _numbers(parameter: ParameterComparison) -> str:
@@ -364,11 +392,10 @@ def _numbers(parameter: ParameterComparison) -> str:
     return f"{''.join(f'{number:>9}' for number in numbers)}{ratio_text(worst.ratio):>17}"
 
 
-def _element(parameter: ParameterComparison) -> Iterator[str]:
+def _element(parameter: ParameterComparison) -> Iterator[Line]:
     """The worst element, if it alone is wrong, or if the parameter as a whole is right."""
     worst = parameter.worst
     if prod(parameter.shape) > 1 and (worst.alone or worst.error <= parameter.limit.relative):
-        yield (
-            f"element {list(worst.place)} on rank {worst.rank} is off by "
-            f"{text_of(worst.element, '.1e')}, limit {text_of(parameter.limit.element, '.1e')}"
-        )
+        off, limit = text_of(worst.element, ".1e"), text_of(parameter.limit.element, ".1e")
+        place = f"element {list(worst.place)} on rank {worst.rank}"
+        yield Line(f"      {place} is off by {off}, limit {limit}")

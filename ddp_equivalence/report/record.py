@@ -1,16 +1,110 @@
-"""What a run remembers of each check: plain data, for the closing table and for JSON."""
+"""What a run remembers of each check: who is told of its verdict, whether somebody has read it, and
+plain data for the closing table and for JSON. It imports no torch until it is asked for versions.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ddp_equivalence.report.details import details_of
-
 if TYPE_CHECKING:
+    from ddp_equivalence.measurement.request import Request
     from ddp_equivalence.report.verdict import Verdict
+
+    Listener = Callable[[Verdict, Request | None], None]
+    """Gets the verdict, and the request that it answers; None for a step of an observed script."""
+
+
+# Who is told of a verdict, and who has read it.
+
+READING = "_reading"
+"""The attribute of a verdict that holds its Reading. It is no field: a copy shares it."""
+
+
+@dataclass
+class Reading:
+    """What a message says of one check, and whether anybody has read its verdict.
+
+    ``file`` and ``line``: where ``check`` was called. ``done``: something that the check found out
+    was read from the verdict, or from a copy of it.
+    """
+
+    subject: str
+    outcome: str
+    file: str
+    line: int
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A verdict that ``check`` has returned.
+
+    ``verdict`` is a weak reference, and ``reading`` holds none, so that a verdict which nobody
+    keeps is freed and one that is kept can be pickled.
+    """
+
+    verdict: weakref.ref[Verdict]
+    reading: Reading
+
+    @property
+    def can_be_read(self) -> bool:
+        """False if nobody has kept the verdict."""
+        return self.verdict() is not None
+
+
+_listeners: list[Listener] = []
+
+_watched: list[list[Returned]] = []
+"""The lists of all ``watched`` blocks that are running, the innermost last."""
+
+
+@contextmanager
+def _while_listed(one: Any, listed: list[Any]) -> Iterator[Any]:
+    listed.append(one)
+    try:
+        yield one
+    finally:
+        listed[:] = [other for other in listed if other is not one]
+
+
+def listening(listener: Listener) -> AbstractContextManager[Listener]:
+    """Call ``listener`` with every verdict that is reached inside the block."""
+    return _while_listed(listener, _listeners)
+
+
+def watched() -> AbstractContextManager[list[Returned]]:
+    """Collect the verdicts that ``check`` returns in the block, but not in a block inside it."""
+    return _while_listed([], _watched)
+
+
+def tell(verdict: Verdict, request: Request | None) -> None:
+    """Pass a verdict on to all listeners."""
+    for listener in _listeners:
+        listener(verdict, request)
+
+
+def begin(verdict: Verdict) -> None:
+    """Note from now on whether the verdict is read. ``check`` calls this last."""
+    if not _watched:
+        return
+    frame = sys._getframe(1)  # of the nearest caller that is not in this package
+    package = __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame = frame.f_back
+    reading = Reading(verdict.subject, verdict.outcome, frame.f_code.co_filename, frame.f_lineno)
+    _watched[-1].append(Returned(weakref.ref(verdict), reading))
+    verdict.__dict__[READING] = reading
+
+
+# One check as plain data.
 
 
 @dataclass(frozen=True)
@@ -23,8 +117,8 @@ class Record:
     ``unknown_because``: why nothing was shown, in words and as a value of ``UnknownBecause``.
     ``parameters``, ``elements``, ``ranks``: how much was compared. ``planted``: the fault that was
     planted on purpose, or "". ``known``: the case is known to differ. ``confirmed``: its test found
-    that it differs in the known way. ``gpu``: the
-    physical GPUs of all ranks in their order, with ", " between ranks; "" on the CPU.
+    that it differs in the known way. ``gpu``: the physical GPUs of all ranks in their order, with
+    ", " between ranks; "" on the CPU.
 
     ``repairs``: the edits of the step with which every rank was seen to hold the gradients of the
     big batch, the most likely first: each with its ``file`` and ``line``, and the ``change`` in
@@ -92,7 +186,14 @@ def record_of(
     digests and details.
     """
     comparison = verdict.comparison
-    texts = _texts(verdict) if with_report and verdict.outcome != "same" else {}
+    texts: dict[str, Any] = {}
+    if with_report and verdict.outcome != "same":
+        from ddp_equivalence.report.render import headline_text, line_to_look_at
+
+        texts = {"report": str(verdict), "full_report": verdict.full_report()}
+        texts["headline"] = headline_text(verdict)
+        if (line := line_to_look_at(verdict)) is not None:
+            texts |= {"file": line.file, "line": line.number}
     return Record(
         id=test_id,
         strategy=verdict.subject,
@@ -122,24 +223,80 @@ def record_of(
             for one in verdict.repairs.found
         ),
         digests=tuple(comparison.digests.values()) if comparison and for_a_record else (),
-        details=details_of(verdict) if for_a_record and verdict.outcome != expected else None,
+        details=_details_of(verdict) if for_a_record and verdict.outcome != expected else None,
         **texts,
     )
 
 
-def _texts(verdict: Verdict) -> dict[str, Any]:
-    """What the report says, and the line that it points at."""
-    from ddp_equivalence.report.short.screen import headline_text, line_to_look_at
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
 
-    line = line_to_look_at(verdict)
+
+# What a page shows of a check that did not come out as its test expects.
+
+MOST_PARAMETERS = 400
+MOST_SHARES = 4_096
+LONGEST_REPORT = 8_000
+
+
+def _details_of(verdict: Verdict) -> dict[str, Any]:
+    """``report``: the short one. ``shares``: how often each example, or each rank's examples,
+    entered what every rank holds, with the name of what could be told apart. ``parameters``: name,
+    error, rounding floor and limit of each, in the order in which backward reaches them.
+    """
+    is_explained = verdict.findings or not verdict.asked.of_script
+    report = "Only the first step of a script that differs is explained."
+    if is_explained or verdict.outcome != "different":
+        report = str(verdict)
+    shares, comparison = verdict.shares, verdict.comparison
+    rows, pieces = None if shares is None else shares.by_rank, "ranks"
+    by_example = None if shares is None else shares.by_example
+    if by_example is not None and sum(map(len, by_example.values())) <= MOST_SHARES:
+        rows, pieces = by_example, "examples"
+    shown = () if comparison is None else comparison.parameters[-MOST_PARAMETERS:]
     return {
-        "report": str(verdict),
-        "full_report": verdict.full_report(),
-        "headline": headline_text(verdict),
-        "file": "" if line is None else line.file,
-        "line": 0 if line is None else line.number,
+        "report": report[:LONGEST_REPORT],
+        "shares": rows
+        and {
+            "pieces": pieces,
+            "ranks": list(rows),
+            "rows": [list(map(_rounded, row)) for row in rows.values()],
+        },
+        "parameters": [
+            [one.name, *map(_rounded, (one.error, one.limit.floor, one.limit.relative))]
+            for one in reversed(shown)
+        ],
     }
 
 
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
+def _rounded(value: float | None) -> float | None:
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+
+
+# Versions of the software, and the machine, that the results depend on.
+
+
+def versions() -> Mapping[str, Any]:
+    """The entry ``environment`` of the JSON results; the doctor prints it too."""
+    import torch
+
+    from ddp_equivalence.ranks.lanes import cuda_devices
+
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return {
+        "ddp_equivalence": package_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "cuda_devices": len(cuda_devices()),
+    }
+
+
+def package_version() -> str:
+    """The installed version; "checkout" where the package was never installed."""
+    try:
+        return metadata.version("ddp_equivalence")
+    except metadata.PackageNotFoundError:
+        return "checkout"

@@ -1,36 +1,59 @@
-"""Verdict -> text, in blocks: name, cause, argument, shares, numbers, other causes, evidence, and
-how to repeat it. A reader may stop after any block.
+"""Verdict -> text: the one tree of blocks that a report is, built once and printed short or whole.
+
+A reader may stop after any block. Of a difference, the first blocks stand on one screen: what is
+wrong, in which line, what the ranks hold, and what to write. The others follow in the whole report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.repairs.find_repairs import lines_of_repairs
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.report.blocks import (
+    MOST_LINES,
+    Block,
+    Code,
+    Commands,
+    FirstThatFits,
+    Headline,
+    Item,
+    Notes,
+    Sentences,
+    place_name,
+    printed,
+)
 from ddp_equivalence.report.cause import (
+    beside_lines,
     cause_lines,
-    fresh_ranks_lines,
+    how_sure,
+    notes,
     other_causes_lines,
-    precision_lines,
-    random_number_lines,
-    without_dropout_lines,
+    where_it_lies,
 )
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.failure import failure_blocks
 from ddp_equivalence.report.numbers import (
     expected_and_held_lines,
+    held,
+    how_many_differ,
     parameters_lines,
-    shares_lines,
     structure_lines,
 )
-from ddp_equivalence.report.short.screen import short_lines, training_notes
-from ddp_equivalence.report.text import Line, Style, labelled, paragraph, rank_names
+from ddp_equivalence.report.shares import shares_lines
+from ddp_equivalence.report.text import Line, Style, ended, paragraph, rank_names, ranks_by
 
 if TYPE_CHECKING:
-    from ddp_equivalence.report.verdict import Verdict
+    from ddp_equivalence.diagnosis.diagnose import Finding
+    from ddp_equivalence.measurement.observation import Observation
+    from ddp_equivalence.report.verdict import Verdict, WrongStep
 
 OUTPUT_LINES = 30
 
@@ -45,70 +68,48 @@ def render_full(verdict: Verdict) -> str:
     return "".join(f"{line.text}\n" for line in full_lines(verdict))
 
 
-def report_lines(verdict: Verdict) -> Iterator[Line]:
-    """The report, line by line."""
+def report_lines(verdict: Verdict) -> list[Line]:
+    """The report, line by line: of a difference one screen, unless the run asks for everything."""
     if verdict.outcome == "different" and not settings.current().full_report:
-        yield from (replace(line, text=line.text.rstrip()) for line in short_lines(verdict))
-    else:
-        yield from full_lines(verdict)
+        return printed(_screen(verdict))
+    return full_lines(verdict)
 
 
-def full_lines(verdict: Verdict) -> Iterator[Line]:
-    """All that is known, line by line, with an empty line between two blocks.
-
-    Of a difference, the short report comes first.
-    """
+def full_lines(verdict: Verdict) -> list[Line]:
+    """All that is known, line by line. Of a difference, the screen comes first."""
     if verdict.outcome == "different":
-        yield from (replace(line, text=line.text.rstrip()) for line in short_lines(verdict))
-        yield Line("")
-    blocks = {
-        "same": _same,
-        "different": _different,
-        "unknown": _unknown,
-    }[verdict.outcome](verdict)
-    for number, block in enumerate(block for block in blocks if block):
-        if number:
-            yield Line("")
-        yield from (replace(line, text=line.text.rstrip()) for line in block)
+        return printed([*_screen(verdict), *map(Block, _different(verdict))])
+    blocks = _same(verdict) if verdict.outcome == "same" else _unknown(verdict)
+    return printed(list(map(Block, blocks)))
+
+
+# The blocks of the whole report.
 
 
 def _other_side(verdict: Verdict) -> str:
     """What the ranks are compared with."""
-    return "what one process computes" if verdict.of_script else "big_batch"
+    return "what one process computes" if verdict.asked.of_script else "big_batch"
 
 
 def _same(verdict: Verdict) -> Iterator[list[Line]]:
     assert verdict.comparison is not None
     yield [Line(f"{verdict.subject} is {_other_side(verdict)}: same", Style.GOOD)]
-    numbers = _error_text(verdict)
     nearest, worst = verdict.nearest, verdict.comparison.worst
-    if nearest is not None:
-        numbers += f"  nearest known fault {text_of(nearest.distance, '.1e')}"
+    numbers = _error_text(verdict)
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
+        numbers += f"  nearest known fault {text_of(nearest.distance, '.1e')}"
         reason += f"; nearest fault: {nearest.cause}"
-    training = [line for text in training_notes(verdict) for line in paragraph(text, "  ")]
-    more = [*random_number_lines(verdict), *without_dropout_lines(verdict), *training]
-    more += [*precision_lines(verdict), *fresh_ranks_lines(verdict)]
-    more += [*_not_tried_lines(verdict)]
-    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *more]
+    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *beside_lines(verdict)]
     yield evidence_lines(verdict)
 
 
 def _different(verdict: Verdict) -> Iterator[list[Line]]:
-    none = "no known cause fits"
-    if not verdict.tried_every_cause:
-        none = "no cause found, because not all known causes were tried"
-    names = " and ".join(verdict.causes) or none
+    names = " and ".join(verdict.causes) or "no known cause fits"
+    if not verdict.causes and not verdict.tried_every_cause:
+        names = NOT_ALL_TRIED
     yield [Line(f"{verdict.subject} is not {_other_side(verdict)}: {names}", Style.BAD)]
-    yield [
-        *cause_lines(verdict),
-        *without_dropout_lines(verdict),
-        *random_number_lines(verdict),
-        *precision_lines(verdict),
-        *fresh_ranks_lines(verdict),
-        *_not_tried_lines(verdict),
-    ]
+    yield [*cause_lines(verdict), *beside_lines(verdict)]
     yield expected_and_held_lines(verdict)
     yield structure_lines(verdict)
     yield shares_lines(verdict)
@@ -123,30 +124,17 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
         yield from failure_blocks(
             verdict.failure, verdict.reason, verdict.second_look, verdict.lane
         )
-        yield fresh_ranks_lines(verdict)
+        yield beside_lines(verdict)
         yield _output_lines(verdict)
     else:
         yield [
             *paragraph(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
             Line("  Nothing was shown, which is not a pass."),
-            *precision_lines(verdict),
-            *fresh_ranks_lines(verdict),
+            *beside_lines(verdict),
         ]
         if verdict.comparison is not None and verdict.comparison.parameters:
             yield [Line(f"  {_error_text(verdict)}")]
     yield evidence_lines(verdict)
-
-
-def _not_tried_lines(verdict: Verdict) -> list[Line]:
-    """What the deadline left no time for. The verdict does not depend on it."""
-    if not verdict.not_tried or verdict.analysis is None:
-        return []
-    deadline = verdict.analysis.time.deadline
-    return labelled(
-        "Explained only in part: " if verdict.outcome == "different" else "Not computed: ",
-        f"the deadline of {deadline:g} s left no time for: {', '.join(verdict.not_tried)}. "
-        "The verdict itself does not depend on this. A longer deadline gives the rest.",
-    )
 
 
 def _error_text(verdict: Verdict) -> str:
@@ -160,13 +148,192 @@ def _error_text(verdict: Verdict) -> str:
 
 def _output_lines(verdict: Verdict) -> list[Line]:
     """The last lines that each rank printed. Ranks that printed the same share one entry."""
-    ranks_by_output: dict[str, list[int]] = {}
-    for rank, text in sorted(verdict.output.items()):
-        if text.strip():
-            ranks_by_output.setdefault(text.rstrip(), []).append(rank)
+    printed_by = ((rank, text.rstrip() or None) for rank, text in sorted(verdict.output.items()))
     lines = []
-    for text, ranks in ranks_by_output.items():
-        last_lines = text.splitlines()[-OUTPUT_LINES:]
+    for text, ranks in ranks_by(printed_by).items():
         lines.append(Line(f"  Output of {rank_names(ranks)}"))
-        lines += [Line(f"    | {line}") for line in last_lines]
+        lines += [Line(f"    | {line}") for line in text.splitlines()[-OUTPUT_LINES:]]
     return lines
+
+
+# The blocks of the screen.
+
+OF_ROWS = frozenset(
+    {"every_rank_same_data", "ranks_shuffle_apart", "shares_overlap", "sampler_padding_counted"}
+    | {"examples_dropped"}
+)
+"""The causes that say themselves which examples were read again, or by no rank."""
+
+
+def _screen(verdict: Verdict) -> list[Block]:
+    code = {most: pointed_lines(verdict, most) for most in range(1, MOST_LINES + 1)}
+    counts = how_many_differ(verdict)
+    sure = [text for text in (how_sure(verdict), counts) if text]
+    more = f"More: {settings.current().full_report_with}"
+    again = [f"Again: {verdict.repeat}", more] if verdict.repeat else [more]
+    end: list[Item] = [
+        *(Sentences(ended(fix), "Fix: ", "fix") for fix in _fixes(verdict)),
+        FirstThatFits(sure, partial(how_many_differ, verdict) if counts else None),
+        Notes(list(notes(verdict))),
+        Commands(again),
+    ]
+    where = [Sentences(text) for text in (*_details(verdict), *where_it_lies(verdict))]
+    return [
+        Block([_headline(verdict)], on_screen=True),
+        Block([*where, Code(code.__getitem__)], gap=2, on_screen=True),
+        Block(held(verdict), gap=1, on_screen=True),
+        Block(end, gap=3, on_screen=True),
+    ]
+
+
+def _details(verdict: Verdict) -> Iterator[str]:
+    """Which ranks or numbers it is about, and what was seen, if no line of code says it."""
+    best = verdict.best
+    if best is None:
+        return
+    seen = "" if pointed_lines(verdict) else best.because
+    if not OF_ROWS.intersection(verdict.causes):
+        yield verdict.localisation.rows
+    if best.detail and not set(best.detail.split()) <= set(seen.split()):
+        yield f"Namely: {best.detail}"
+    yield seen and f"Seen: {seen}"
+
+
+def _fixes(verdict: Verdict) -> list[str]:
+    """The edit that repairs the step, if one was found; otherwise the fix of each cause; without a
+    cause, that of the place where the difference is.
+    """
+    best, found = verdict.best, verdict.localisation.whereabouts
+    if verdict.repairs.shows_the_fault:
+        return [verdict.repairs.fix]
+    if best is not None:
+        return [fix for fix in dict.fromkeys(one.fix for one in (best, *best.more)) if fix]
+    fix = "" if found is None else found.fix or verdict.repairs.fix
+    return [fix] if fix else []
+
+
+# The first line of a report: the step, where it stands, what is wrong, and the cause's name.
+
+END_OF_CLAUSE = re.compile(r"[,;:.](?= |$)| \(")
+NOT_ALL_TRIED = "no cause found, because not all known causes were tried"
+
+
+def headline_text(verdict: Verdict) -> str:
+    """The first line of the report, on one line whatever the width."""
+    if verdict.outcome != "different":
+        return str(verdict).partition("\n")[0]
+    headline = _headline(verdict)
+    return f"{headline.text}  {headline.name}"
+
+
+def _headline(verdict: Verdict) -> Headline:
+    at, causes = verdict.asked.defined_at, verdict.causes
+    place = "" if at is None else f" ({place_name(at)})"
+    return Headline(
+        text=f"different: {verdict.subject}{place}: {_what(verdict)}",
+        name=f"[{' and '.join(causes) or 'no known cause'}]",
+        is_named=bool(causes),
+    )
+
+
+def _what(verdict: Verdict) -> str:
+    best, wrong = verdict.best, verdict.wrong_step
+    if best is not None:
+        factor = "" if best.besides is None else text_of(best.besides, ".4g")
+        besides = f", and {factor} times besides" if factor else ""
+        return ", and ".join(map(_what_happened, (best, *best.more))) + besides
+    if not verdict.tried_every_cause:
+        return NOT_ALL_TRIED
+    if verdict.comparison is not None and verdict.comparison.structure:
+        return "names, shapes or types are not those of the big batch"
+    if wrong is not None and wrong.differs != "gradients":
+        return wrong.headline
+    found = verdict.localisation.whereabouts
+    if found is not None and found.kind != "not seen":
+        return found.headline
+    return "no known cause fits" if wrong is None else wrong.headline
+
+
+def _what_happened(finding: Finding) -> str:
+    """The cause in a few words."""
+    if finding.headline:
+        return finding.headline
+    clause = END_OF_CLAUSE.split(finding.sentence, maxsplit=1)[0]
+    first_word = clause.partition(" ")[0]
+    is_a_name = first_word[1:] != first_word[1:].lower()
+    return clause if is_a_name else f"{clause[:1].lower()}{clause[1:]}"
+
+
+# The lines of the user's code that a verdict points at, each with what it did.
+
+PLACE = re.compile(r"^(?P<file>.+?):(?P<number>\d+): ")
+"""How the end of a rank names a line."""
+
+
+def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedLine]:
+    """The lines that the causes point at, each once; the line of the fault is always among them.
+
+    Without a cause, the lines that show where the difference is. Before them, or among them, come
+    the lines of which a small edit repairs the step.
+    """
+    repaired, of_cause = list(lines_of_repairs(verdict.repairs)), _lines_of_cause(verdict)
+    if not repaired:
+        while len(of_cause) > most:  # those that are no fault are left out first
+            innocent = [one for one in of_cause if not one.is_fault]
+            of_cause.remove((innocent or of_cause)[-1])
+        return of_cause
+    by_mark = sorted(of_cause, key=lambda one: not one.is_fault)
+    if repaired[0].is_fault:
+        edited = set(map(_place, repaired))
+        others = [replace(one, is_fault=False) for one in by_mark if _place(one) not in edited]
+        return [*repaired[: max(1, most - 1)], *others][:most]
+    # The edits may leave out what is wrong elsewhere, so what was seen of a line is worth more.
+    seen = set(map(_place, by_mark))
+    only_edited = [one for one in repaired if _place(one) not in seen]
+    return [*by_mark[:1], *only_edited[: max(1, most - 1)], *by_mark[1:]][:most]
+
+
+def _place(pointed: PointedLine) -> tuple[str, int]:
+    return pointed.line.file, pointed.line.number
+
+
+def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:
+    best, wrong = verdict.best, verdict.wrong_step
+    if wrong is not None and wrong.differs != "gradients":
+        return _lines_of_wrong_step(wrong, verdict.observed)
+    if best is None:
+        found = verdict.localisation.whereabouts
+        return [] if found is None else list(found.lines)
+    lines: dict[tuple[str, int], PointedLine] = {}
+    for pointed in (pointed for one in (best, *best.more) for pointed in one.lines):
+        place = _place(pointed)
+        if place not in lines or (pointed.is_fault and not lines[place].is_fault):
+            lines[place] = pointed
+    return list(lines.values())
+
+
+def _lines_of_wrong_step(
+    wrong: WrongStep, observed: Mapping[int, Observation]
+) -> list[PointedLine]:
+    """The line whose step is wrong although its gradients are right, or that steps too often."""
+    calls = next(iter(observed.values())).calls if observed else ()
+    lines = [one.line for one in calls if one.kind is Kind.OPTIMIZER_STEP and one.line]
+    if wrong.differs == "count" and lines:
+        return [PointedLine(lines[-1], "this is where an optimizer steps")]
+    if wrong.number is None or len(lines) < wrong.number:
+        return []
+    note = f"step {wrong.number}: the weights after it are wrong"
+    return [PointedLine(lines[wrong.number - 1], note)]
+
+
+def line_to_look_at(verdict: Verdict) -> CodeLine | None:
+    """The line to change, or where a rank failed, or where the step is defined; None if unknown."""
+    if verdict.outcome == "different":
+        faults = [one.line for one in pointed_lines(verdict) if one.is_fault]
+        if faults:
+            return faults[-1]
+    if verdict.failure is not None and verdict.failure.ends:
+        place = PLACE.match(verdict.failure.ends[0].line)
+        if place is not None:
+            return CodeLine(place["file"], int(place["number"]))
+    return verdict.asked.defined_at

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from enum import Enum
 from math import floor, log10
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, TextIO
-from urllib.parse import quote
+from typing import Any, TextIO, TypeVar
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
@@ -67,7 +66,14 @@ def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(HANDLER, _replaced)
 
 
-# Sentences of the reports: wrapped to the width of the output, with plurals and ratios.
+# Words and sentences of the reports: lists, plurals, ranks and ratios, and what fits on a line.
+
+Key = TypeVar("Key")
+
+CUT = "..."
+
+ENDS = (re.compile(r"[.!?](?= )"), re.compile(r";(?= )"), re.compile(r"(?= )"))
+"""Where a text may be cut: after a sentence, else after a clause, else after a word."""
 
 
 def plural(count: int, word: str, more: str = "") -> str:
@@ -80,20 +86,33 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"
 
 
-def wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
-    """The text in lines of at most the run's width.
+def range_of_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, ``ranks 0 to 7``."""
+    numbers = sorted(ranks)
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"{plural(len(numbers), 'rank')} {listed(map(str, numbers), 6)}"
 
-    ``indent`` stands before the first line, unless ``first`` replaces it there. The other lines are
-    indented by two more spaces.
-    """
-    return wrap(
-        text,
-        settings.current().width,
-        initial_indent=indent if first is None else first,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+
+def listed(texts: Iterable[str], most: int) -> str:
+    """The first texts, with dots for all others: ``a, b, ...``."""
+    every = list(texts)
+    return ", ".join(every[:most]) + (", ..." if len(every) > most else "")
+
+
+def counted(texts: Sequence[str], most: int) -> str:
+    """The first texts, and the number of all others: ``a, b and 3 more``."""
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def ranks_by(values: Iterable[tuple[int, Key | None]]) -> dict[Key, list[int]]:
+    """Value -> the ranks that have it. ``values``: ranks with their value; None is left out."""
+    ranks: dict[Key, list[int]] = {}
+    for rank, value in values:
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def ratio_text(ratio: float) -> str:
@@ -103,6 +122,58 @@ def ratio_text(ratio: float) -> str:
     if 1e-11 <= distance <= 0.005:
         digits = min(12, 1 - floor(log10(float(text_of(distance, ".3g")))))
     return text_of(ratio, f".{digits}f") if abs(ratio) < 1e4 else text_of(ratio, ".6g")
+
+
+def ended(text: str) -> str:
+    """The text with a full stop at its end."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def cut(text: str, width: int) -> str:
+    """The text, ended with dots where it is too long."""
+    return text if len(text) <= width else f"{text[: width - len(CUT)].rstrip()}{CUT}"
+
+
+def shortened(name: str, most: int) -> str:
+    """A name, with dots in its middle where it is too long; its end tells most."""
+    if len(name) <= most:
+        return name
+    head = (most - len(CUT)) // 3
+    return f"{name[:head]}{CUT}{name[len(name) - (most - len(CUT) - head) :]}"
+
+
+def wrapped(text: str, indent: str, first: str | None = None, hang: int = 2) -> list[str]:
+    """The text in lines of at most the run's width.
+
+    ``indent`` stands before the first line, unless ``first`` replaces it there. The other lines are
+    indented by ``hang`` more spaces.
+    """
+    return wrap(
+        text,
+        settings.current().width,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent + " " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def wrapped_at_most(text: str, indent: str, most: int, width: int) -> list[str]:
+    """The text in at most so many lines.
+
+    Where more would be needed, whole sentences are left out at its end, or clauses, or else words,
+    and dots stand for them.
+    """
+    lines = wrapped(text, indent)
+    if len(lines) <= most:
+        return lines
+    for end in ENDS:
+        for found in reversed(list(end.finditer(text))):
+            kept = text[: found.end()].rstrip()
+            lines = wrapped(kept if kept.endswith(CUT) else f"{kept} {CUT}", indent)
+            if len(lines) <= most and len(lines[-1]) <= width:
+                return lines
+    return [cut(f"{indent}{text}", width)]
 
 
 # Whether results can be written to a path. It is tried, since permissions alone do not tell.
@@ -160,39 +231,29 @@ class Style(Enum):
 
 
 @dataclass(frozen=True)
-class Link:
-    """A part of a line that names a line of code. ``text``: that part, as it is printed."""
-
-    text: str
-    file: str
-    number: int
-
-
-@dataclass(frozen=True)
 class Line:
-    """``style`` applies to the first ``styled`` characters of the text; if None, to all of it.
-
-    ``link``: a part of the text that a terminal can open.
-    """
+    """``style`` applies to the first ``styled`` characters of the text; if None, to all of it."""
 
     text: str
     style: Style = Style.PLAIN
     styled: int | None = None
-    link: Link | None = None
 
 
-def paragraph(text: str, indent: str, first: str | None = None) -> list[Line]:
-    """The text in plain lines; ``indent`` and ``first`` are those of ``wrapped``."""
-    return [Line(line) for line in wrapped(text, indent, first)]
+def paragraph(text: str, indent: str, hang: int = 2) -> list[Line]:
+    """The text in plain lines; none for ""."""
+    return [Line(line) for line in wrapped(text, indent, hang=hang)]
 
 
-def labelled(label: str, text: str, indent: str = "  ") -> list[Line]:
-    """A paragraph that begins with a label, such as ``Case:``. Spaces at its end are kept."""
-    first, *more = wrapped(f"{label}{text}", indent)
-    return [
-        Line(first, Style.LABEL, styled=len(indent) + len(label.rstrip())),
-        *(Line(line) for line in more),
-    ]
+def labelled(label: str, text: str, indent: str = "  ", hang: int = 2) -> list[Line]:
+    """A paragraph that begins with a label, such as ``Case:``; none without text.
+
+    Spaces at the end of the label are kept.
+    """
+    if not text:
+        return []
+    first, *more = wrapped(f"{label}{text}", indent, hang=hang)
+    styled = len(indent) + len(label.rstrip())
+    return [Line(first, Style.LABEL, styled=styled), *map(Line, more)]
 
 
 # The terminal that a report is printed on: its width, and whether it shows colours.
@@ -221,29 +282,47 @@ def width_of(stream: TextIO | None, otherwise: int) -> int:
 
 
 def painted(lines: Iterable[Line], stream: TextIO) -> str:
-    """The text of the lines, with colours and links if the stream writes to a terminal.
+    """The text of the lines, with colours if the stream writes to a terminal.
 
     Source of ``NO_COLOR``: no-color.org.
     """
-    if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return "".join(f"{line.text}\n" for line in lines)
-    colours = {} if os.environ.get("NO_COLOR") else COLOURS
+    is_plain = os.environ.get("TERM") == "dumb" or os.environ.get("NO_COLOR")
+    colours = COLOURS if stream.isatty() and not is_plain else {}
     return "".join(f"{_painted(line, colours.get(line.style))}\n" for line in lines)
 
 
 def _painted(line: Line, colour: str | None) -> str:
+    if colour is None:
+        return line.text
     end = len(line.text) if line.styled is None else line.styled
-    head, rest = line.text[:end], line.text[end:]
-    if line.link is not None:  # before the colours, which the text of the link does not hold
-        link = line.link
-        if link.text in head:
-            head = head.replace(link.text, _linked(link), 1)
-        else:
-            rest = rest.replace(link.text, _linked(link), 1)
-    return f"{head}{rest}" if colour is None else f"{colour}{head}{PLAIN}{rest}"
+    return f"{colour}{line.text[:end]}{PLAIN}{line.text[end:]}"
 
 
-def _linked(link: Link) -> str:
-    """The text as a hyperlink to the line of the file, as the sequence OSC 8 writes it."""
-    address = f"file://{socket.gethostname()}{quote(os.path.abspath(link.file))}#{link.number}"
-    return f"\033]8;;{address}\033\\{link.text}\033]8;;\033\\"
+# Annotations of GitHub Actions: a line of a log that GitHub shows at a line of a file.
+#
+# Source: docs.github.com, "Workflow commands for GitHub Actions", and how GitHub's own toolkit
+# escapes them.
+
+
+def annotation(file: str, line: int, title: str, message: str) -> str:
+    """``::error file=...,line=...,title=...::message``, on one line."""
+    place = [f"file={_property(_from_root(file))}", f"line={line}"] if file else []
+    properties = ",".join([*place, f"title={_property(title)}"])
+    return f"::error {properties}::{_data(message.strip())}"
+
+
+def _from_root(file: str) -> str:
+    """The path from the root of the repository, which is what GitHub looks for."""
+    path = os.path.realpath(file)
+    for root in (os.environ.get("GITHUB_WORKSPACE"), os.getcwd()):
+        if root and path.startswith(os.path.join(os.path.realpath(root), "")):
+            return os.path.relpath(path, os.path.realpath(root)).replace(os.sep, "/")
+    return path.replace(os.sep, "/")
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,17 +1,15 @@
-"""The verdict of one check, the errors that carry one, and who is told of it."""
+"""The verdict of one check, and the errors that carry one."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor
 
 from ddp_equivalence.case.case import Case
-from ddp_equivalence.case.random_state import Seeds
 from ddp_equivalence.case.training import Compare, Training
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
@@ -19,123 +17,165 @@ from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.divisors import Divisors
 from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs
-from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.shares import NoShares, Shares
 from ddp_equivalence.diagnosis.state import BufferBeside, buffers_beside
 from ddp_equivalence.diagnosis.time_left import CAUSES
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.vacuity import NearestFault
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.measure import Rerun, autocast_of
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.report.listeners import OF_A_VERDICT
+from ddp_equivalence.report.record import READING
 from ddp_equivalence.report.text import encodable
-
-# The verdict of one check: frozen data; what is costly to know is computed when asked for.
 
 Outcome = Literal["same", "different", "unknown"]
 
-GIVEN = frozenset(
-    (
-        *("case", "subject", "defined_at", "promise", "lane", "compare", "training", "planted"),
-        *("repeat", "render", "render_full", "seeds", "lr", "of_script"),
-    )
-)
-"""Attributes of a verdict that are known before the check runs. To read them is not to read what
-the check found out."""
+
+# Fields that the check found out: to read one is to read the verdict. The pytest plugin asks for
+# it, because a test that reads nothing of a verdict passes whatever it is.
+
+
+class _FoundOut:
+    """A field whose value ``make`` gives if nothing else is given. It notes that it was read."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, verdict: Verdict | None, owner: type) -> Any:
+        if verdict is None:  # the dataclass takes this for the default
+            return self
+        if (reading := verdict.__dict__.get(READING)) is not None:
+            reading.done = True
+        return verdict.__dict__[self._name]
+
+    def __set__(self, verdict: Verdict, value: Any) -> None:
+        verdict.__dict__[self._name] = self._make() if value is self else value
+
+
+def found_out(make: Callable[[], Any] = lambda: None) -> Any:
+    """A field that is known once the check has run."""
+    return _FoundOut(make)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of a check. ``print(verdict)`` is the report that a failing test shows.
+class Asked:
+    """The question that a verdict answers, beside its case.
 
-    A verdict is neither true nor false: ``assert check(case, step)`` raises TypeError.
-
-    ``outcome``: "same", "different", or "unknown" if nothing was shown; then ``reason`` says why in
-    words, and ``unknown_because`` as a value. ``cause``: the public name of the accepted
-    explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
-    error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
-    ``observed``: rank -> what was seen of a second run of a step that differs; ``why_not_watched``:
-    why there was none, if something differs. ``repeated``: whether that run left the same bits;
-    None if that is not known. ``planted``: the name of the fault that was planted. ``examples``:
-    the size of the big batch in each step. ``failure``: how the ranks failed, if they did.
-    ``second_look``: what a rerun on fresh ranks showed, after the first run hung or was aborted.
-    ``output``: rank -> what it printed. ``changed``: rank -> what the step changed in its process,
-    or left running there. ``repeat``: the command or call that repeats the check. ``float32_at``:
-    where the step computes in float32 in a check in float64, if that could be the difference.
-    ``other_precision``: the verdict on the same step in the model's own precision, or in float64 if
-    this one is in the model's own. ``masks_unpredictable``: the big batch could not be given the
-    masks of the ranks, so that a step that is the same was compared with dropout turned off;
-    ``without_dropout``: the verdict without it on a step that differs, if it could run again.
-    ``on_used_ranks``: the outcome on ranks that had run earlier checks, if the step was then judged
-    on new ranks, because the libraries ``libraries_kept`` may have kept state there.
-    ``buffers_of_the_big_batch``: what its buffers hold afterwards. ``analysis``: computes the rest
-    when it is asked for; None if there was nothing to analyse. ``render``: writes the report, and
-    ``render_full`` the one that holds everything. ``defined_at``: where the step is defined; None
-    for a strategy of the catalogue. ``training``: how the reference trains. ``seeds``: how the
-    ranks were seeded. ``wrong_step``: the first optimizer step of a trainer that is not that of the
-    big batch; ``comparison`` is then that of its gradients, if these are wrong. ``read_order``: the
-    examples of the batch in the order in which the steps of a trainer read them, step after step,
-    if it is another than the batch has; the big batches were then made in this order. Where a step
-    reads too few, it has some that no step reads. ``of_script``: a step of an observed script.
+    ``promise``: that of a strategy of the catalogue. ``compare``, ``training``: what is compared,
+    and how the reference trains. ``planted``: the name of the fault that was planted.
+    ``defined_at``: where the step is defined; None for a strategy of the catalogue. ``of_script``:
+    the subject is a step of an observed script.
     """
 
-    case: Case
-    subject: str
-    promise: str
-    lane: Lane
-    outcome: Outcome
-    render: Callable[[Verdict], str] = field(repr=False, compare=False)
-    render_full: Callable[[Verdict], str] = field(repr=False, compare=False)
-    defined_at: CodeLine | None = field(default=None, repr=False, compare=False)
-    reason: str = ""
-    unknown_because: UnknownBecause | None = None
-    cause: str | None = None
-    findings: tuple[Finding, ...] = ()
-    comparison: Comparison | None = None
-    evidence: Mapping[int, Evidence] = field(default_factory=dict)
-    observed: Mapping[int, Observation] = field(default_factory=dict)
-    why_not_watched: str = ""
-    repeated: bool | None = None
-    planted: str = ""
-    examples: tuple[int, ...] = ()
+    promise: str = ""
     compare: Compare = "gradients"
     training: Training = field(default_factory=Training)
-    seeds: Seeds = "alike"
-    wrong_step: WrongStep | None = None
-    read_order: tuple[int, ...] = ()
+    planted: str = ""
+    defined_at: CodeLine | None = None
     of_script: bool = False
-    failure: RankFailed | None = None
-    output: Mapping[int, str] = field(default_factory=dict)
-    changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    second_look: Rerun | None = None
+
+
+@dataclass(frozen=True)
+class JudgedAgain:
+    """What further judgements of the same step have shown.
+
+    ``float32_at``: where the step computes in float32 in a check in float64, if that could be the
+    difference. ``other_precision``: the verdict on the step in the model's own precision, or in
+    float64 if the verdict is in the model's own. ``masks_unpredictable``: the big batch could not
+    be given the masks of the ranks, so that a step that is the same was compared with dropout
+    turned off; ``without_dropout``: the verdict without it on a step that differs, if it could run
+    again. ``on_used_ranks``: the outcome on ranks that had run earlier checks, if the step was then
+    judged on new ranks, because the libraries ``libraries_kept`` may have kept state there.
+    """
+
     float32_at: str = ""
     other_precision: Verdict | None = None
     masks_unpredictable: bool = False
     without_dropout: Verdict | None = None
     on_used_ranks: Outcome | None = None
     libraries_kept: tuple[str, ...] = ()
-    buffers_of_the_big_batch: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Verdict:
+    """The result of a check: frozen data; what is costly to know is computed when asked for.
+
+    ``print(verdict)`` is the report that a failing test shows. A verdict is neither true nor false:
+    ``assert check(case, step)`` raises TypeError.
+
+    ``outcome``: "same", "different", or "unknown" if nothing was shown; then ``reason`` says why in
+    words, and ``unknown_because`` as a value. ``cause``: the public name of the accepted
+    explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
+    error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
+    ``analysis``: computes the rest when it is asked for; None if there was nothing to analyse.
+    ``examples``: the size of the big batch in each step. ``repeat``: the command or call that
+    repeats the check.
+
+    ``observed``: rank -> what was seen of a second run of a step that differs; ``why_not_watched``:
+    why there was none, if something differs. ``repeated``: whether that run left the same bits;
+    None if that is not known. ``wrong_step``: the first optimizer step of a trainer that is not
+    that of the big batch; ``comparison`` is then that of its gradients, if these are wrong.
+    ``read_order``: the examples of the batch in the order in which the steps of a trainer read
+    them, step after step, if it is another than the batch has; the big batches were then made in
+    this order. Where a step reads too few, it has some that no step reads.
+
+    ``failure``: how the ranks failed, if they did. ``second_look``: what a rerun on fresh ranks
+    showed, after the first run hung or was aborted. ``output``: rank -> what it printed.
+    ``changed``: rank -> what the step changed in its process, or left running there.
+    """
+
+    case: Case
+    subject: str
+    lane: Lane
+    asked: Asked = field(default_factory=Asked)
     repeat: str = ""
-    analysis: Analysis | None = field(default=None, repr=False, compare=False)
+    seconds: float = 0.0
+    examples: tuple[int, ...] = ()
+
+    outcome: Outcome = found_out(lambda: "unknown")
+    reason: str = found_out(str)
+    unknown_because: UnknownBecause | None = found_out()
+    cause: str | None = found_out()
+    findings: tuple[Finding, ...] = found_out(tuple)
+    comparison: Comparison | None = found_out()
+    evidence: Mapping[int, Evidence] = found_out(dict)
+    analysis: Analysis | None = found_out()
+
+    observed: Mapping[int, Observation] = found_out(dict)
+    why_not_watched: str = found_out(str)
+    repeated: bool | None = found_out()
+    wrong_step: WrongStep | None = found_out()
+    read_order: tuple[int, ...] = found_out(tuple)
+    again: JudgedAgain = found_out(JudgedAgain)
+
+    failure: RankFailed | None = found_out()
+    second_look: Rerun | None = found_out()
+    output: Mapping[int, str] = found_out(dict)
+    changed: Mapping[int, tuple[str, ...]] = found_out(dict)
 
     def __str__(self) -> str:
-        return encodable(self.render(self), sys.stdout)  # print(verdict) must not fail
+        from ddp_equivalence.report.render import render
+
+        return encodable(render(self), sys.stdout)  # print(verdict) must not fail
 
     def full_report(self) -> str:
         """Everything that is known: also the causes that were ruled out, and the evidence."""
-        return encodable(self.render_full(self), sys.stdout)
+        from ddp_equivalence.report.render import render_full
+
+        return encodable(render_full(self), sys.stdout)
 
     def __repr__(self) -> str:
         # Pytest shows the repr of a value that a test returns, and nobody has read it by that.
-        shown = [field.name for field in fields(self) if field.repr]
-        values = (f"{name}={object.__getattribute__(self, name)!r}" for name in shown)
-        return f"{type(self).__qualname__}({', '.join(values)})"
+        outcome, cause = self.__dict__["outcome"], self.__dict__["cause"]
+        of = f"case={self.case!r}, subject={self.subject!r}, lane={self.lane!r}"
+        return f"Verdict({of}, outcome={outcome!r}, cause={cause!r})"
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
@@ -143,31 +183,24 @@ class Verdict:
             "assert_equivalent(case, step), which raises unless it is."
         )
 
-    if not TYPE_CHECKING:  # with this method mypy would accept every attribute
-
-        def __getattribute__(self, name: str) -> Any:
-            reading = object.__getattribute__(self, "__dict__").get(OF_A_VERDICT)
-            if reading is not None:
-                known_before = name in GIVEN or (name.startswith("__") and name != "__dict__")
-                reading.done = reading.done or not known_before
-            return object.__getattribute__(self, name)
+    def with_again(self, **changes: Any) -> Verdict:
+        """The verdict with other values of these fields of JudgedAgain."""
+        return replace(self, again=replace(self.again, **changes))
 
     @property
-    def lr(self) -> float:
-        """The learning rate of plain SGD."""
-        return self.training.lr
+    def best(self) -> Finding | None:
+        """The explanation that is believed; None without one."""
+        return self.findings[0] if self.findings and self.findings[0].accepted else None
 
     @property
     def causes(self) -> tuple[str, ...]:
         """The names of all causes that it takes to explain the difference."""
-        best = self.findings[0] if self.findings else None
-        return best.causes if best is not None and best.accepted else ()
+        return () if self.best is None else self.best.causes
 
     @property
     def is_in_float64(self) -> bool:
         """True if the limits are those of float64."""
-        reference = None if self.analysis is None else self.analysis.lowest_dtype
-        return reference is torch.float64
+        return self.analysis is not None and self.analysis.lowest_dtype is torch.float64
 
     @property
     def why_not_float64(self) -> str:
@@ -204,7 +237,8 @@ class Verdict:
         That alone is no difference either, unless the next gradient depends on them, which does not
         read the statistics of batch norm: the cause is then ``buffers_differ_from_big_batch``.
         """
-        found = buffers_beside(self.buffers_of_the_big_batch, self.evidence)
+        expected = {} if self.analysis is None else self.analysis.reference.buffers
+        found = buffers_beside(expected, self.evidence)
         return tuple(b for b in found if any(b.name in e.buffers for e in self.evidence.values()))
 
     @property
@@ -299,31 +333,25 @@ class Verdict:
         return worst.limit.relative if worst else None
 
 
-# Small parts of a verdict.
-
-Differs = Literal["count", "gradients", "weights", "afterwards"]
-"""What is wrong first in a step that trains: how often optimizers step; the gradients with which
-one steps; the weights after its step, although its gradients were right; or the weights at the end,
-although they were right after every step."""
-
-
 @dataclass(frozen=True)
 class WrongStep:
     """The first step of an optimizer that is not that of the big batch.
 
-    ``number``: counted from 1; None unless ``differs`` is "gradients" or "weights". ``made``: how
-    many steps each rank makes, in the order of the ranks. ``expected``: how many the reference
-    makes.
+    ``number``: counted from 1; None unless ``differs`` is "gradients" or "weights". ``differs``:
+    what is wrong first: how often optimizers step; the gradients with which one steps; the weights
+    after its step, although its gradients were right; or the weights at the end, although they were
+    right after every step. ``made``: how many steps each rank makes, in the order of the ranks.
+    ``expected``: how many the reference makes.
     """
 
     number: int | None
-    differs: Differs
+    differs: Literal["count", "gradients", "weights", "afterwards"]
     made: tuple[int, ...]
     expected: int
 
     @property
     def headline(self) -> str:
-        """The same in a few words."""
+        """What is wrong, in a few words."""
         if self.differs == "count":
             return "the optimizer makes another number of steps"
         if self.differs == "afterwards":
@@ -333,40 +361,25 @@ class WrongStep:
     @property
     def sentence(self) -> str:
         """What is wrong, as a sentence of the report."""
+        of = f"The gradients of optimizer step {self.number} of {self.expected} are"
         if self.differs == "count":
             made = sorted(set(self.made))
-            counts = " or ".join(map(str, made))
-            times = "step" if made == [1] else "steps"
+            steps = f"{' or '.join(map(str, made))} {'step' if made == [1] else 'steps'}"
             return (
-                f"The optimizer makes {counts} {times}, and the reference makes {self.expected}: "
-                "the same number must be made for the same examples."
+                f"The optimizer makes {steps}, and the reference makes {self.expected}: the same "
+                "number must be made for the same examples."
             )
-        of = f"optimizer step {self.number} of {self.expected}"
         if self.differs == "gradients":
-            return f"The gradients of {of} are wrong; until then all weights were right."
+            return f"{of} wrong; until then all weights were right."
         if self.differs == "weights":
             return (
-                f"The gradients of {of} are right, and the weights after it are not: the "
-                "optimizer, learning rate, schedule or clipping is not that of the reference."
+                f"{of} right, and the weights after it are not: the optimizer, learning rate, "
+                "schedule or clipping is not that of the reference."
             )
         return (
             "The weights are right after each step of the optimizer, and something changes them "
             "afterwards."
         )
-
-
-def lines_of_wrong_step(
-    wrong: WrongStep, observed: Mapping[int, Observation]
-) -> Iterator[PointedLine]:
-    """The line whose step is wrong although its gradients are right, or that steps too often."""
-    for seen in observed.values():
-        stepping = [one.line for one in seen.calls if one.kind is Kind.OPTIMIZER_STEP and one.line]
-        if wrong.differs == "count" and stepping:
-            yield PointedLine(stepping[-1], "this is where an optimizer steps")
-        elif wrong.number is not None and len(stepping) >= wrong.number:
-            note = f"step {wrong.number}: the weights after it are wrong"
-            yield PointedLine(stepping[wrong.number - 1], note)
-        return
 
 
 # The errors that carry a verdict that is not "same".
@@ -388,7 +401,7 @@ class NothingCompared(AssertionError):
         super().__init__(str(verdict))
 
 
-# Turns a verdict into one that says that nothing was shown, and why.
+# Verdicts that say that nothing was shown, and why.
 
 
 def unknown(verdict: Verdict, why: Unknown) -> Verdict:
@@ -398,12 +411,11 @@ def unknown(verdict: Verdict, why: Unknown) -> Verdict:
 
 def failed(verdict: Verdict, error: RankFailed) -> Verdict:
     """The verdict is unknown: a failure of ranks shows nothing about the gradients."""
-    why_unknown = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
+    why = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
     if isinstance(error, RanksTimedOut):
-        why_unknown = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
+        why = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
     if error.ends and error.ends[0].kind == "changed":
-        why_unknown = Unknown(
-            UnknownBecause.PROCESS_CHANGED, "the step leaves more behind than gradients"
-        )
-    output: Mapping[int, str] = {end.rank: end.output for end in error.ends}
-    return replace(unknown(verdict, why_unknown), failure=error, output=output)
+        left = "the step leaves more behind than gradients"
+        why = Unknown(UnknownBecause.PROCESS_CHANGED, left)
+    output = {end.rank: end.output for end in error.ends}
+    return replace(unknown(verdict, why), failure=error, output=output)

@@ -162,7 +162,7 @@ def test_the_big_batch_with_the_masks_of_the_gpus_is_what_they_hold(
     verdict = check(case(model, layout), step)
     assert (verdict.outcome, verdict.causes) == ("same", ()), str(verdict)
     assert "the big batch is what they hold. Rank 0 drew at" in on_one_line(verdict)
-    assert not verdict.masks_unpredictable
+    assert not verdict.again.masks_unpredictable
 
 
 @pytest.mark.parametrize(

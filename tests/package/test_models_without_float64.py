@@ -99,7 +99,7 @@ def test_several_steps_of_an_optimizer_are_compared() -> None:
 
 def test_a_step_with_autocast_is_judged_in_its_own_precision_only() -> None:
     verdict = check(case_in(torch.float32), under_autocast)
-    assert (verdict.outcome, verdict.other_precision) == ("same", None)
+    assert (verdict.outcome, verdict.again.other_precision) == ("same", None)
 
 
 def test_in_float64_the_error_says_which_precision_to_choose() -> None:

@@ -267,8 +267,8 @@ def test_rounding_in_float32_is_recognised_by_the_gradients_where_adam_hides_its
     options: Any = {"compare": "update", "optimizer": adamw}
     right = check(own_case(), InFloat32(), **options)
     assert right.outcome == "same"
-    assert right.other_precision is not None
-    assert right.other_precision.outcome == "different"
+    assert right.again.other_precision is not None
+    assert right.again.other_precision.outcome == "different"
     assert check(own_case(), TwiceInFloat32(), **options).outcome == "different"
 
 

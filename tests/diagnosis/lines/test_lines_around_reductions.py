@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from ddp_equivalence import check
-from ddp_equivalence.report.short.screen import pointed_lines
+from ddp_equivalence.report.render import pointed_lines
 from tests.diagnosis.lines import steps_around_reductions as steps
 from tests.diagnosis.lines import steps_that_part as parting
 from tests.diagnosis.lines.faulty_line import Step, case, rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.diagnosis.setting import PointedLine
-from ddp_equivalence.report.short.screen import pointed_lines
+from ddp_equivalence.report.render import pointed_lines
 from ddp_equivalence.report.verdict import Verdict
 from tests.diagnosis.lines import steps_with_helpers as steps
 from tests.package.pointed_at import MARK, judged

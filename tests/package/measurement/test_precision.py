@@ -115,8 +115,8 @@ def test_a_right_step_with_autocast_is_the_same(dtype: torch.dtype | None) -> No
 
 def test_the_report_says_that_autocast_does_nothing_in_float64_and_what_it_does() -> None:
     verdict = check(case(), with_autocast)
-    assert verdict.other_precision is not None
-    assert verdict.other_precision.outcome == "same"
+    assert verdict.again.other_precision is not None
+    assert verdict.again.other_precision.outcome == "same"
     text = " ".join(verdict.full_report().split())
     assert "enters autocast (bfloat16), which does nothing in float64" in text
     assert "In float32 with autocast (bfloat16) it was checked as well: same, error" in text
@@ -144,7 +144,7 @@ def test_autocast_without_gradients_on_one_rank_does_not_matter() -> None:
 def test_autocast_around_a_model_in_float64_is_said_to_do_nothing() -> None:
     verdict = check(case(model=lambda: build_model().double()), with_autocast)
     assert verdict.outcome == "same"
-    assert verdict.other_precision is None
+    assert verdict.again.other_precision is None
     assert "the step was checked in no other precision" in " ".join(verdict.full_report().split())
 
 
@@ -165,7 +165,7 @@ def test_a_fault_beside_float32_is_still_different() -> None:
 def test_a_small_fault_without_float32_is_different() -> None:
     verdict = check(case(), off_by_a_little)
     assert verdict.outcome == "different"
-    assert verdict.float32_at == ""
+    assert verdict.again.float32_at == ""
 
 
 def test_float32_in_a_model_that_is_built_in_float64_is_told_and_is_different() -> None:
@@ -186,7 +186,7 @@ def off_by_a_little_beside_flags_in_float32(model: nn.Module, shard: Any, rank: 
 
 def test_masks_and_flags_in_float32_hide_no_small_fault() -> None:
     verdict = check(case(), off_by_a_little_beside_flags_in_float32)
-    assert (verdict.outcome, verdict.float32_at) == ("different", "")
+    assert (verdict.outcome, verdict.again.float32_at) == ("different", "")
 
 
 def autocast_elsewhere_and_a_wrong_factor(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -267,7 +267,7 @@ def test_a_case_whose_own_loss_is_in_float32_is_the_same_in_float64(pieces: int)
     verdict = check(case_with_a_loss_in_float32(), partial(over_all_labels, pieces=pieces))
     assert verdict.outcome == "same", verdict
     assert verdict.is_in_float64
-    assert verdict.other_precision is None
+    assert verdict.again.other_precision is None
     assert "computing in float32 inside float64" in verdict.full_report()
 
 
@@ -287,6 +287,6 @@ def test_weights_after_two_steps_of_a_loss_in_float32(factor: float, outcome: st
 def test_a_step_in_float32_is_judged_in_float32_before_anything_is_explained() -> None:
     verdict = check(case(), with_a_float32_constant)
     assert verdict.outcome == "same", verdict
-    assert verdict.other_precision is not None
-    assert verdict.other_precision.outcome == "different"
-    assert verdict.other_precision.findings == ()
+    assert verdict.again.other_precision is not None
+    assert verdict.again.other_precision.outcome == "different"
+    assert verdict.again.other_precision.findings == ()

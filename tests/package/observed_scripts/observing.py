@@ -9,7 +9,7 @@ from unittest.mock import patch
 from ddp_equivalence import observe
 from ddp_equivalence.observed_scripts import launch
 from ddp_equivalence.observed_scripts.report import Observed
-from ddp_equivalence.report.short.screen import line_to_look_at
+from ddp_equivalence.report.render import line_to_look_at
 from tests.package.observed_scripts.interpreters import started
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -15,7 +15,7 @@ import pytest
 from ddp_equivalence import NotEquivalent, NothingCompared, observe
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.report.short.screen import line_to_look_at
+from ddp_equivalence.report.render import line_to_look_at
 from tests.package.observed_scripts.observing import SCRIPTS, observed, source_of_fault
 
 LIMIT = 1e-13

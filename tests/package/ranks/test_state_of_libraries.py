@@ -79,10 +79,10 @@ def step_with(factor: float) -> Any:
 @pytest.mark.usefixtures("library")
 def test_a_right_step_is_the_same_whatever_an_earlier_check_left_in_a_library() -> None:
     wrong = check(CASE, step_with(3.0))
-    assert (wrong.outcome, wrong.on_used_ranks) == ("different", None)
+    assert (wrong.outcome, wrong.again.on_used_ranks) == ("different", None)
     right = check(CASE, step_with(1.0))
-    assert (right.outcome, right.on_used_ranks) == ("same", "different")
-    assert right.libraries_kept == ("library_with_state",)
+    assert (right.outcome, right.again.on_used_ranks) == ("same", "different")
+    assert right.again.libraries_kept == ("library_with_state",)
     assert "Fresh ranks: same on them, which counts; different on ranks" in str(right)
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_step_is_different_on_both_and_the_report_says_so() -> None:
         loss(model, shard).backward()
 
     verdict = check(CASE, keeps_its_gradient)
-    assert (verdict.outcome, verdict.on_used_ranks) == ("different", "different")
+    assert (verdict.outcome, verdict.again.on_used_ranks) == ("different", "different")
     assert verdict.cause == "no_all_reduce"
     assert "Fresh ranks: different on them as well" in str(verdict)
 
@@ -121,7 +121,7 @@ def test_ranks_without_libraries_judge_once() -> None:
         loss(model, shard).backward()
 
     started = warm_ranks().started
-    assert check(CASE, keeps_its_gradient).on_used_ranks is None
+    assert check(CASE, keeps_its_gradient).again.on_used_ranks is None
     assert warm_ranks().started <= started + 1
 
 
@@ -142,7 +142,7 @@ def test_no_new_ranks_start_for_a_trainer_that_only_reads_in_another_order() -> 
     ranks = []
     for _ in range(2):
         verdict = check(CASE, shuffles, compare="update", steps=2)
-        assert (verdict.outcome, verdict.on_used_ranks) == ("same", None)
+        assert (verdict.outcome, verdict.again.on_used_ranks) == ("same", None)
         assert verdict.read_in_another_order
         ranks.append(warm_ranks().started)
     assert ranks[0] == ranks[1]

@@ -1,4 +1,4 @@
-"""A case and a step for every kind of report."""
+"""A case and a step for every kind of report, and the file of a user."""
 
 from __future__ import annotations
 
@@ -108,3 +108,28 @@ REPORTS: dict[str, tuple[Case, Any, dict[str, Any]]] = {
     "rank_raised": (own_case(layout="1+3"), raises, {}),
     "left_nothing": (own_case(), leaves_nothing, {}),
 }
+
+
+USER_FILE = """\
+import torch.distributed as dist
+import torch
+from torch import nn
+from ddp_equivalence import Case
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["rows"]), batch["targets"])
+
+
+def batch(generator):
+    return {
+        "rows": torch.randn(16, 5, generator=generator),
+        "targets": torch.randn(16, 3, generator=generator),
+    }
+
+
+case = Case(model=lambda: nn.Linear(5, 3), batch=batch, loss=loss, layout="2x2")
+
+
+"""
+"""The begin of a file that a user checks: all but the step."""

@@ -13,11 +13,11 @@ import torch
 
 from ddp_equivalence import Case, check
 from ddp_equivalence.commands.main import main
+from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.script import export
 from ddp_equivalence.report.script.render import COMPARING_MODULES
 from ddp_equivalence.report.script.slicing.contents import PACKAGE, SLICEABLE
 from ddp_equivalence.report.script.template_filler import CASE_ATTRIBUTES
-from ddp_equivalence.report.short.screen import headline_text
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 from ddp_equivalence.strategies.strategy import Task
 from tests.package.own_cases import own_case, right_step

@@ -23,33 +23,17 @@ from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.report.short import held as table
-from ddp_equivalence.report.short.held import range_of_ranks, shortened
-from ddp_equivalence.report.short.screen import defined_at, note_lines, short_lines, sure_lines
+from ddp_equivalence.report.blocks import WHOLE, FirstThatFits, Shape, defined_at
+from ddp_equivalence.report.cause import how_sure, notes
+from ddp_equivalence.report.numbers import how_many_differ
+from ddp_equivalence.report.render import report_lines
+from ddp_equivalence.report.shares import ShareTable, can_be_shown
+from ddp_equivalence.report.text import range_of_ranks, shortened
 from tests.package.own_cases import own_case, right_step
+from tests.package.report.report_cases import USER_FILE
 
-OWN_FILE = """\
-import torch.distributed as dist
-import torch
-from torch import nn
-from ddp_equivalence import Case
-
-
-def loss(model, batch):
-    return nn.functional.mse_loss(model(batch["rows"]), batch["targets"])
-
-
-def batch(generator):
-    return {
-        "rows": torch.randn(16, 5, generator=generator),
-        "targets": torch.randn(16, 3, generator=generator),
-    }
-
-
-case = Case(model=lambda: nn.Linear(5, 3), batch=batch, loss=loss, layout="2x2")
-
-
-def step(model, shard, rank):
+OWN_FILE = f"""\
+{USER_FILE}def step(model, shard, rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     loss(model, shard).backward()
     for parameter in model.parameters():
@@ -133,70 +117,85 @@ def shares(rows: Mapping[int, tuple[float | None, ...]], **changes: Any) -> Shar
     return Shares(**(fields | changes))
 
 
-def table_of(verdict: Verdict, layout: str, found: Shares, most_rows: int = 6) -> list[str]:
-    verdict = replace(verdict, case=replace(verdict.case, layout=layout, shards="equal"))
-    return [line.text for line in table.short_table_lines(verdict, found, most_rows, 100)]
+def table_of(world_size: int, found: Shares, most_rows: int = 6) -> list[str]:
+    lines = ShareTable.of(found, world_size, ()).lines(Shape(rows=most_rows))
+    return [line.text for line in lines]
 
 
-def test_neighbours_that_count_alike_share_a_column_and_a_row(verdict: Verdict) -> None:
-    rows = {
-        rank: (2.0,) * 4 + (0.0,) * 4 if rank < 4 else (0.0,) * 4 + (2.0,) * 4 for rank in range(8)
-    }
-    assert table_of(verdict, "2x4", shares(rows)) == [
-        "  examples of        ranks 0 to 3  ranks 4 to 7",
-        "  should count               1.00          1.00",
-        "  ranks 0 to 3 hold          2.00          0.00",
-        "  ranks 4 to 7 hold          0.00          2.00",
-    ]
-
-
-def test_ranks_that_hold_their_own_examples_only_take_two_lines(verdict: Verdict) -> None:
-    rows = {rank: tuple(8.0 * (source == rank) for source in range(8)) for rank in range(8)}
-    assert table_of(verdict, "1x8", shares(rows)) == [
-        "  Every example should count 1.00 on every rank.",
-        "  Each rank holds its own examples 8.00 times, and those of others 0.00 times.",
-    ]
-
-
-def test_rows_beyond_the_most_are_summarised(verdict: Verdict) -> None:
-    rows = {rank: tuple(float(rank * source) for source in range(4)) for rank in range(4)}
-    assert table_of(verdict, "1x4", shares(rows), most_rows=3)[2:] == [
-        "  rank 0 holds    0.00    0.00    0.00    0.00",
-        "  rank 1 holds    0.00    1.00    2.00    3.00",
-        "  ranks 2, 3 hold other shares",
-    ]
+ALIKE = {
+    rank: (2.0,) * 4 + (0.0,) * 4 if rank < 4 else (0.0,) * 4 + (2.0,) * 4 for rank in range(8)
+}
+OWN_ONLY = {rank: tuple(8.0 * (source == rank) for source in range(8)) for rank in range(8)}
+ALL_APART = {rank: tuple(float(rank * source) for source in range(4)) for rank in range(4)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "shown"),
+    ("rows", "most_rows", "lines"),
     [
-        ({}, True),
-        ({"unexplained": {0: 0.003}}, True),
-        ({"unexplained": {0: 0.3}}, False),
-        ({"elements": 2}, False),
-        ({"by_example": {0: (1.0, 1.2, 0.8)}, "elements": 3}, False),
+        (
+            ALIKE,
+            6,
+            [
+                "  examples of        ranks 0 to 3  ranks 4 to 7",
+                "  should count               1.00          1.00",
+                "  ranks 0 to 3 hold          2.00          0.00",
+                "  ranks 4 to 7 hold          0.00          2.00",
+            ],
+        ),
+        (
+            OWN_ONLY,
+            6,
+            [
+                "  Every example should count 1.00 on every rank.",
+                "  Each rank holds its own examples 8.00 times, and those of others 0.00 times.",
+            ],
+        ),
+        (
+            ALL_APART,
+            3,
+            [
+                "  examples of   rank 0  rank 1  rank 2  rank 3",
+                "  should count    1.00    1.00    1.00    1.00",
+                "  rank 0 holds    0.00    0.00    0.00    0.00",
+                "  rank 1 holds    0.00    1.00    2.00    3.00",
+                "  ranks 2, 3 hold other shares",
+            ],
+        ),
+    ],
+    ids=["neighbours that count alike", "own examples only", "more rows than there may be"],
+)
+def test_ranks_that_hold_the_same_share_rows_and_columns(
+    rows: Mapping[int, tuple[float, ...]], most_rows: int, lines: list[str]
+) -> None:
+    assert table_of(len(rows), shares(rows), most_rows) == lines
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "shown"),
+    [
+        ((2.0, 0.5), {}, True),
+        ((2.0, 0.5), {"unexplained": {0: 0.003}}, True),
+        ((2.0, 0.5), {"unexplained": {0: 0.3}}, False),
+        ((2.0, 0.5), {"elements": 2}, False),
+        ((2.0, 0.5), {"by_example": {0: (1.0, 1.2, 0.8)}, "elements": 3}, False),
+        ((-4.3, 115.0), {"unexplained": {0: 0.0}}, True),
+        ((-4.3, 115.0), {"unexplained": {0: 1e-3}}, False),  # it may be noise
     ],
 )
 def test_shares_are_shown_only_where_no_other_mixture_fits(
-    changes: dict[str, Any], shown: bool
+    row: tuple[float, ...], changes: dict[str, Any], shown: bool
 ) -> None:
-    assert table.can_be_shown(shares({0: (2.0, 0.5)}, **changes)) is shown
-
-
-@pytest.mark.parametrize(("unexplained", "shown"), [(0.0, True), (1e-3, False)])
-def test_a_negative_share_that_may_be_noise_is_not_shown(unexplained: float, shown: bool) -> None:
-    found = shares({0: (-4.3, 115.0)}, unexplained={0: unexplained})
-    assert table.can_be_shown(found) is shown
+    assert can_be_shown(shares({0: row}, **changes)) is shown
 
 
 LONG = "this note is far too long to stand at the side of the line that it is about, " * 2
 
 
-def crowded(verdict: Verdict, lines: int, detail: str, notes: str, repeat: int) -> Verdict:
+def crowded(verdict: Verdict, lines: int, detail: str, note: str, repeat: int) -> Verdict:
     """The verdict with more to say than any real one."""
     best: Finding = verdict.findings[0]
     pointed = tuple(
-        PointedLine(CodeLine(__file__, number, "f"), notes, number == 20, "divide by the number")
+        PointedLine(CodeLine(__file__, number, "f"), note, number == 20, "divide by the number")
         for number in range(20, 20 + lines)
     )
     headline = detail.strip() or "short"
@@ -205,7 +204,7 @@ def crowded(verdict: Verdict, lines: int, detail: str, notes: str, repeat: int) 
     return replace(
         verdict,
         findings=(first, replace(best, cause="another_cause", tell_apart=LONG)),
-        planted="sum_not_mean",
+        asked=replace(verdict.asked, planted="sum_not_mean"),
         repeated=False,
         repeat="x" * repeat,
         observed={},
@@ -215,11 +214,11 @@ def crowded(verdict: Verdict, lines: int, detail: str, notes: str, repeat: int) 
 
 def test_every_report_fits_on_one_screen(verdict: Verdict) -> None:
     sizes = set()
-    for lines, detail, notes, repeat in itertools.product(
+    for lines, detail, note, repeat in itertools.product(
         (0, 1, 2, 3), ("", LONG), ("", LONG), (0, 40, 180)
     ):
-        found = crowded(verdict, lines, detail, notes, repeat)
-        texts = [line.text for line in short_lines(found)]
+        found = crowded(verdict, lines, detail, note, repeat)
+        texts = [line.text for line in report_lines(found)]
         sizes.add(sum(max(1, -(-len(text) // 100)) for text in texts))
         assert any(text.startswith("> ") for text in texts) is bool(lines)
         assert any(text.startswith(f"  Again: {'x' * repeat}") for text in texts) is bool(repeat)
@@ -236,9 +235,8 @@ def test_a_difference_that_was_not_watched_says_so_and_why() -> None:
 
 
 def test_a_second_run_with_other_bits_is_said(verdict: Verdict) -> None:
-    notes = [line.text for line in note_lines(replace(verdict, repeated=False), 100, 2)]
-    assert any("left other bits when it ran again" in note for note in notes)
-    assert note_lines(verdict, 100, 2) == []
+    assert not any(notes(verdict))
+    assert any("left other bits" in note for note in notes(replace(verdict, repeated=False)))
 
 
 def test_several_causes_that_fit_are_named_with_what_tells_them_apart(verdict: Verdict) -> None:
@@ -255,7 +253,10 @@ def test_the_limit_is_never_cut_for_a_long_name(verdict: Verdict) -> None:
     assert verdict.comparison is not None
     parameters = [replace(one, name=long_name) for one in verdict.comparison.parameters]
     comparison = replace(verdict.comparison, parameters=tuple(parameters))
-    line = sure_lines(replace(verdict, comparison=comparison), 80, most=1)[-1].text
+    found = replace(verdict, comparison=comparison)
+    counts = how_many_differ(found)
+    item = FirstThatFits([how_sure(found), counts], functools.partial(how_many_differ, found))
+    line = item.lines(replace(WHOLE, width=80, texts=1))[-1].text
     assert len(line) <= 80
     assert re.search(r"most enco\S*\.\.\.\S+: error \S+, limit \S+\.$", line), line
 
