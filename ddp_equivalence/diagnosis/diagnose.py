@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import in_order
-from ddp_equivalence.diagnosis.causes import HYPOTHESES, ranks_differ_by_rounding
+from ddp_equivalence.diagnosis.causes import CAUSE_OF, HYPOTHESES
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
@@ -24,17 +24,15 @@ from ddp_equivalence.diagnosis.hypothesis import (
     explains_every_parameter,
     limits_by_name,
 )
+from ddp_equivalence.diagnosis.lines.decisions import with_call_sites
 from ddp_equivalence.diagnosis.lines.of_gradients import (
     fix_of_dropped_results,
     lines_of_dropped_results,
 )
-from ddp_equivalence.diagnosis.lines.of_reduction import (
-    lines_of_divisor,
-    lines_of_lost_results,
-    with_origins_of_groups,
-)
+from ddp_equivalence.diagnosis.lines.of_groups import with_origins_of_groups
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor, lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.origins import lines_behind
-from ddp_equivalence.diagnosis.lines.source_tree import OF_PLACE, run_lines, with_call_sites
+from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import (
@@ -96,7 +94,7 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
         view, comparison
     ):
         seen = "on every rank the error is within the limit, and the bits differ between ranks"
-        findings.append(finding_from_observation(ranks_differ_by_rounding.HYPOTHESIS, seen))
+        findings.append(finding_from_observation(CAUSE_OF["ranks_differ_by_rounding"], seen))
     ordered = ranked(findings, view.setting.dtype)
     with _noting_lack_of_time(view, TWO_CAUSES, in_part):
         ordered = with_factor_of_own_gradients(ordered, view)
@@ -215,26 +213,6 @@ def _observed_cause(view: View) -> Finding | None:
 
 # Adds to the explanations that are believed the lines of code to look at, and what to write.
 
-_BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
-
-OF_THE_LOSS = frozenset(
-    {
-        *("mean_not_sum", "sum_not_mean", "gather_without_gradient", "accumulation_not_divided"),
-        *("uneven_shards_weighted_equally", "token_counts_weighted_equally", "averaged_twice"),
-        *("mean_of_node_means", "scaler_differs_between_ranks", "local_loss_summed"),
-        *("gradient_scaled_not_unscaled", "last_window_divided_by_full"),
-        *("batch_statistics_local", "statistic_not_additive", "divided_by_local_world_size"),
-        "divided_by_another_count",
-    }
-)
-"""The causes that a wrong count or a wrong loss may have."""
-
-OF_A_NUMBER = frozenset(
-    {"averaged_twice", "sum_not_mean", "gradient_scaled_not_unscaled", "accumulation_not_divided"}
-    | {"last_window_divided_by_full", "local_loss_summed", "gather_without_gradient"}
-)
-"""The causes whose faulty line multiplies or divides by a number."""
-
 
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
     """The findings; those that are believed get their lines and their fix."""
@@ -242,7 +220,7 @@ def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
 
 
 def _pointed(finding: Finding, view: View) -> Finding:
-    hypothesis = _BY_NAME.get(finding.cause)
+    hypothesis = CAUSE_OF.get(finding.cause)
     if hypothesis is None:
         return finding
     words = hypothesis.words(view) or finding
@@ -263,15 +241,15 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     Where the reduction is wrong, only a collective of gradients can have to do with it.
     """
     lines = hypothesis.lines(view)
-    if hypothesis.name in OF_PLACE:
+    if hypothesis.of_place:
         lines = with_call_sites(view, lines)
     lines = with_origins_of_groups(view, lines)
     known = {one.line for one in lines}
-    lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
+    lost = lines_of_lost_results(view, not hypothesis.of_the_loss)
     lost += [one for one in lines_of_dropped_results(view) if one not in lost]
     found = [*(one for one in lost if one.line not in known), *lines]
     rank = min(view.observed.by_rank, default=0)
-    if hypothesis.name in OF_A_NUMBER and len(found) < MOST_LINES:
+    if hypothesis.of_a_number and len(found) < MOST_LINES:
         made = [line for one in lines if one.is_fault for line in _numbers(view, rank, one)]
         found = [*(one for one in made[:1] if one.line not in known), *found]
     faults = [one for one in found if one.is_fault and not one.missing]
@@ -480,8 +458,8 @@ def _is_left_by(finding: Finding, view: View, factor: float) -> bool:
     """True if a prediction of this cause fits only once it is multiplied by the factor."""
     if not finding.accepted or finding.more or finding.fitted:
         return False
-    named = (one for one in HYPOTHESES if one.name == finding.cause)
-    predictions = [one for hypothesis in named for one in hypothesis.predict(view)]
+    cause = CAUSE_OF.get(finding.cause)
+    predictions = cause.predict(view) if cause is not None else ()
     return any(nearly_equal(view.measured.by_rank, factor * one.by_rank) for one in predictions)
 
 

@@ -15,9 +15,10 @@ from ddp_equivalence.case.build import build_model, trains_with_dropout, without
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.tolerance import relative_to
-from ddp_equivalence.diagnosis.causes import (
-    dropout_differs_from_reference,
-    dropout_same_on_all_ranks,
+from ddp_equivalence.diagnosis.causes.model import (
+    OTHER_DRAWS,
+    SAME_DRAWS,
+    step_set_the_same_seed,
 )
 from ddp_equivalence.diagnosis.diagnose import (
     Finding,
@@ -329,7 +330,7 @@ def right_but_for_draws(
         return None
     if not drawn.view.parameters.sample.is_whole:
         return None
-    if dropout_differs_from_reference.step_set_the_same_seed(drawn.view):
+    if step_set_the_same_seed(drawn.view):
         return None  # the rows of two ranks are to draw other numbers
     with_numbers = drawn.compared(comparison)
     return with_numbers if with_numbers.same else None
@@ -340,9 +341,9 @@ def findings_of_drawn(drawn: DrawnView, comparison: Comparison) -> tuple[Finding
     if not drawn.nothing_else_differs:
         return diagnose(drawn.view, comparison, in_part=True)
     view, because = drawn.view, SEEN
-    hypothesis = dropout_differs_from_reference.HYPOTHESIS
-    if dropout_differs_from_reference.step_set_the_same_seed(view):
-        hypothesis = dropout_same_on_all_ranks.HYPOTHESIS
+    hypothesis = OTHER_DRAWS
+    if step_set_the_same_seed(view):
+        hypothesis = SAME_DRAWS
         because = f"the step set the same seed on all ranks before its forward pass; {SEEN}"
     lines = tuple(hypothesis.lines(view))
     if not lines:
@@ -431,7 +432,7 @@ def _drawn(setting: Setting, examples: int) -> tuple[Draws, ...]:
 ON_A_GPU = "a GPU draws other masks than the CPU, on which the big batch was computed"
 
 
-ONLY_MASKS = (dropout_differs_from_reference.HYPOTHESIS.name,)
+ONLY_MASKS = (OTHER_DRAWS.name,)
 """The causes of a step in which nothing but what is drawn differs."""
 
 
@@ -454,16 +455,16 @@ def request_without_masks(request: Request) -> Request | None:
 
 def are_the_same_on_all_ranks(view: View | None) -> bool:
     """True if the step was seen to give all ranks the same seed."""
-    return view is not None and bool(dropout_differs_from_reference.step_set_the_same_seed(view))
+    return view is not None and bool(step_set_the_same_seed(view))
 
 
 def finding_of_masks(view: View | None) -> Finding:
     """The masks as the only cause, since the step is right without dropout."""
-    hypothesis = dropout_differs_from_reference.HYPOTHESIS
+    hypothesis = OTHER_DRAWS
     seen = f"{ON_A_GPU}; with dropout turned off, the same step gives the big batch's gradient, so "
     seen += "the reduction is right"
     if are_the_same_on_all_ranks(view):
-        hypothesis = dropout_same_on_all_ranks.HYPOTHESIS
+        hypothesis = SAME_DRAWS
         seen = f"the step set the same seed on all ranks before its forward pass; {seen}"
     return replace(finding_from_observation(hypothesis, seen), accepted=True)
 

@@ -64,64 +64,107 @@ class Words:
     is_guess: bool = False
 
 
-def _no_predictions(view: View) -> tuple[()]:
+def on_every_rank(view: View, *gradients: Tensor, detail: str = "") -> tuple[Prediction, ...]:
+    """All ranks hold one of these gradients, each of shape (elements,)."""
+    return tuple(Prediction(view.on_every_rank(one), detail) for one in gradients)
+
+
+def on_any_layout(view: View) -> bool:
+    """A cause may come about on every layout."""
+    return True
+
+
+def on_several_ranks(view: View) -> bool:
+    """A cause needs several ranks."""
+    return view.world_size > 1
+
+
+def where_all_report(view: View) -> bool:
+    """A cause needs several ranks, and can be told only if all of them say what they hold."""
+    return view.world_size > 1 and view.setting.every_rank_reports
+
+
+def _nothing(view: View) -> tuple[()]:
     return ()
 
 
-def _no_indication(view: View) -> None:
+def _not_known(view: View) -> None:
     return None
-
-
-def _usual_words(view: View) -> None:
-    return None
-
-
-def _no_fix(view: View) -> str:
-    return ""
-
-
-def _no_lines(view: View) -> tuple[()]:
-    return ()
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One explanation of a difference.
+    """One explanation of a difference: a row in the table of a family of causes.
 
     ``sentence`` says what happened, ``look_at`` where in the code to look. ``tell_apart``: the
-    change of the case after which no other cause leaves the same numbers.
+    change of the case after which no other cause leaves the same numbers. ``headline``: the
+    sentence in at most seven words, in lower case, as the first line of a report has it.
 
-    ``predict(view)``: what the ranks would hold, for each way in which the cause can come about;
-    empty where it cannot be the cause. ``factors(view)``: the numbers that this cause may multiply
-    the right gradient by; empty if it does something else. A cause with factors can come together
-    with another cause. ``indication(view)``: what the observations say about the cause; None if
-    they say nothing.
+    ``held(view)``: what the ranks would hold, for each way in which the cause can come about; empty
+    where it cannot be the cause. ``multiples(view)``: the numbers that this cause may multiply the
+    right gradient by; empty if it does something else. A cause with factors can come together with
+    another cause. Neither is asked unless ``applies(view)``. ``indication(view)``: what the
+    observations say about the cause; None if they say nothing.
 
-    ``headline``: the sentence in at most seven words, in lower case, as the first line of a report
-    has it. ``fix``: what to write instead, as an imperative on one line. ``lines(view)``: at most
+    ``mend``: what to write instead, as an imperative on one line, in which ``{ranks}``, ``{nodes}``
+    and ``{examples}`` are their numbers; or a function that writes it. ``lines(view)``: at most
     three lines of the user's code that show what happened, in the order in which they ran; they are
     asked for only if the cause is believed. ``words(view)``: what to say instead of the sentence
     and the headline, where less was seen than these say; None if they are true.
 
     ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
-    ``predict`` gives.
-    ``invalidates_gradients``: where an indication supports this cause, the gradients of the ranks
-    cannot be compared with any prediction, and no other cause is considered.
+    ``predict`` gives. ``invalidates_gradients``: where an indication supports this cause, the
+    gradients of the ranks cannot be compared with any prediction, and no other cause is considered.
+
+    What kind of mistake it is: ``of_the_loss``: a wrong count or a wrong loss may bring it about.
+    ``of_a_number``: its faulty line multiplies or divides by a number. ``wrong_divisor``: the right
+    divisor corrects it, so that its report says whose mean the big batch is. ``of_place``: a right
+    line stands, or is called from, at the wrong place. ``of_a_module``: it may reach one module and
+    leave all others right. ``of_rows``: it says itself which examples were read again, or by none.
     """
 
     name: str
     sentence: str
     look_at: str
-    predict: Callable[[View], Sequence[Prediction]] = _no_predictions
-    factors: Callable[[View], Sequence[WrongFactor]] = _no_predictions
-    indication: Callable[[View], Indication | None] = _no_indication
-    tell_apart: str = ""
     headline: str = ""
-    fix: Callable[[View], str] = _no_fix
-    lines: Callable[[View], Sequence[PointedLine]] = _no_lines
-    words: Callable[[View], Words | None] = _usual_words
+    tell_apart: str = ""
+    applies: Callable[[View], bool] = on_any_layout
+    held: Callable[[View], Sequence[Prediction]] = _nothing
+    multiples: Callable[[View], Sequence[WrongFactor]] = _nothing
+    indication: Callable[[View], Indication | None] = _not_known
+    lines: Callable[[View], Sequence[PointedLine]] = _nothing
+    mend: str | Callable[[View], str] = ""
+    words: Callable[[View], Words | None] = _not_known
     limits_must_catch: bool = False
     invalidates_gradients: bool = False
+    of_the_loss: bool = False
+    of_a_number: bool = False
+    wrong_divisor: bool = False
+    of_place: bool = False
+    of_a_module: bool = False
+    of_rows: bool = False
+
+    @property
+    def predicts(self) -> bool:
+        """False for a cause that is known by observations or factors alone."""
+        return self.held is not _nothing
+
+    def predict(self, view: View) -> Sequence[Prediction]:
+        """What the ranks would hold, for each way in which the cause can come about."""
+        return self.held(view) if self.applies(view) else ()
+
+    def factors(self, view: View) -> Sequence[WrongFactor]:
+        """The numbers that this cause may multiply the right gradient by."""
+        return self.multiples(view) if self.applies(view) else ()
+
+    def fix(self, view: View) -> str:
+        """What to write instead, as an imperative on one line."""
+        if callable(self.mend):
+            return self.mend(view)
+        setting = view.setting
+        return self.mend.format(
+            ranks=setting.world_size, nodes=setting.layout.nodes, examples=setting.example_count
+        )
 
 
 # Whether a prediction explains the difference of every parameter, also of those with small ones.

@@ -13,7 +13,8 @@ from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.gradients import ElementSample
-from ddp_equivalence.diagnosis.causes import divided_by_another_count
+from ddp_equivalence.diagnosis.causes import CAUSE_OF
+from ddp_equivalence.diagnosis.causes.losses import ANOTHER_COUNT
 from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
 from ddp_equivalence.diagnosis.example_gradients import ParameterElements
 from ddp_equivalence.diagnosis.examples_read import rows_read_unequally
@@ -45,18 +46,6 @@ PARALLEL = 0.98
 
 FEWEST_WEIGHTS = 3
 """With fewer elements a residual is easily parallel to the weights by chance."""
-
-ACT_ON_A_MODULE = frozenset(
-    {
-        *("sum_not_mean", "averaged_twice", "mean_not_sum", "divided_by_local_world_size"),
-        *("divided_by_wrong_number", "accumulation_not_divided", "local_loss_summed"),
-        *("gradient_scaled_not_unscaled", "token_counts_weighted_equally", "rank_left_out"),
-        *("uneven_shards_weighted_equally", "stale_gradient_added", "parameter_not_reduced"),
-    }
-)
-"""The causes that may reach one module and leave all others right: those of one term of the loss,
-and those of lines that name parameters. Of other causes something must have been seen.
-"""
 
 Half = Literal["local gradients", "reduction"]
 
@@ -220,9 +209,10 @@ def _may_be_of_a_module(finding: Finding) -> bool:
 
     Some module has by chance a factor that is the ratio of two counts.
     """
-    if finding.more or finding.besides or finding.cause == "divided_by_another_count":
+    if finding.more or finding.besides or finding.cause == ANOTHER_COUNT.name:
         return False
-    return finding.cause in ACT_ON_A_MODULE or bool(finding.because)
+    cause = CAUSE_OF.get(finding.cause)
+    return bool(finding.because) or (cause is not None and cause.of_a_module)
 
 
 # Decides whether a check in float64 has to be repeated in the model's own precision.
@@ -279,7 +269,7 @@ def one_rank_shows_more(finding: Finding | None) -> bool:
     """True if the step is to run on one rank: no cause, a guess, or one whose count made a line."""
     if finding is None or finding.is_guess:
         return True
-    return finding.cause == divided_by_another_count.HYPOTHESIS.name
+    return finding.cause == ANOTHER_COUNT.name
 
 
 def findings_beside_one_rank(
@@ -299,7 +289,7 @@ def findings_beside_one_rank(
 
 
 def _with_lines_of_the_count(finding: Finding, view: View, beside: BesideOneRank) -> Finding:
-    if finding.cause != divided_by_another_count.HYPOTHESIS.name or finding.more:
+    if finding.cause != ANOTHER_COUNT.name or finding.more:
         return finding
     found = None if beside.is_right_alone else whereabouts_of(view, "")
     if found is None or found.kind == "not seen":

@@ -27,7 +27,7 @@ from ddp_equivalence.comparison.rounding import (
 )
 from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.diagnosis import vacuity
-from ddp_equivalence.diagnosis.causes import clipped_while_scaled
+from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.localisation import findings_beside_one_rank, one_rank_shows_more
 from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_state
@@ -125,7 +125,7 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     if verdict.outcome == "same" and kind != HELD and any(one.clips for one in records):
         clipped = _compared(script, step, HELD)
         if clipped.outcome == "different":
-            seen_scaled = any(one.cause == clipped_while_scaled.NAME for one in faults)
+            seen_scaled = any(one.cause == WHILE_SCALED.name for one in faults)
             otherwise = () if seen_scaled else (clipped_otherwise(step),)
             verdict, faults = clipped, (*otherwise, *faults)
     if verdict.outcome == "same":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.causes import clipped_before_reduce
+from ddp_equivalence.diagnosis.causes.clipping import BEFORE_REDUCE
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
@@ -363,7 +363,7 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
     if left <= CERTAIN * most:
         return
     yield Finding(
-        cause=clipped_before_reduce.NAME,
+        cause=BEFORE_REDUCE.name,
         sentence="Hooks limit the elements of each rank's own gradient before the average",
         look_at="Tensor.register_hook: a hook of a parameter runs before DDP reduces its gradient",
         accepted=True,

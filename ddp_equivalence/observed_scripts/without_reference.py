@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.causes import clipped_while_scaled
+from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.observed_scripts.as_case import OWN, STALE, ObservedStep, holds_the_mean_of_own
@@ -102,7 +102,7 @@ def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
             limit = text_of(clip.limit, ".3g")
             really = text_of(clip.limit / clip.scale, ".2g")
             yield Finding(
-                cause=clipped_while_scaled.NAME,
+                cause=WHILE_SCALED.name,
                 sentence="gradients are clipped while they are still multiplied by the loss scale",
                 look_at="the call of clip_grad_norm_: scaler.unscale_(optimizer) goes before it",
                 accepted=True,

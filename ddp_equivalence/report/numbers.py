@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.report.blocks import Item
 from ddp_equivalence.report.shares import (
     ShareTable,
@@ -228,15 +229,6 @@ def how_many_differ(verdict: Verdict, left_out: int = 0) -> str:
 # The argument of the whole report: what the big batch's gradient is, and which multiple of it the
 # ranks hold. Its lines begin with Let, Then, With, But. The last says what the losses divide by.
 
-WRONG_DIVISORS = frozenset(
-    (
-        *("sum_not_mean", "mean_not_sum", "averaged_twice", "divided_by_local_world_size"),
-        *("uneven_shards_weighted_equally", "token_counts_weighted_equally"),
-        *("local_loss_summed", "accumulation_not_divided", "divided_by_another_count"),
-    )
-)
-"""Causes that are a wrong divisor, which the right divisor corrects."""
-
 NO_MULTIPLE = 0.01
 """A rank holds no multiple of g if the nearest multiple leaves more than this unexplained."""
 
@@ -294,7 +286,9 @@ def _multiple_held(comparison: Comparison, rank: int) -> str | None:
 def _divisors_lines(verdict: Verdict) -> list[Line]:
     """What the losses and the reduction divide by, and what would be right."""
     divisors = verdict.divisors
-    named_otherwise = verdict.cause is not None and not WRONG_DIVISORS & set(verdict.causes)
+    named_otherwise = verdict.cause is not None and not any(
+        one.wrong_divisor for one in HYPOTHESES if one.name in verdict.causes
+    )
     if divisors is None or named_otherwise:
         return []
     reduction = divisors.reduction

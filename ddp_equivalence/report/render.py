@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.repairs.find_repairs import lines_of_repairs
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine, Kind
@@ -158,12 +159,6 @@ def _output_lines(verdict: Verdict) -> list[Line]:
 
 # The blocks of the screen.
 
-OF_ROWS = frozenset(
-    {"every_rank_same_data", "ranks_shuffle_apart", "shares_overlap", "sampler_padding_counted"}
-    | {"examples_dropped"}
-)
-"""The causes that say themselves which examples were read again, or by no rank."""
-
 
 def _screen(verdict: Verdict) -> list[Block]:
     code = {most: pointed_lines(verdict, most) for most in range(1, MOST_LINES + 1)}
@@ -192,7 +187,7 @@ def _details(verdict: Verdict) -> Iterator[str]:
     if best is None:
         return
     seen = "" if pointed_lines(verdict) else best.because
-    if not OF_ROWS.intersection(verdict.causes):
+    if not any(one.of_rows for one in HYPOTHESES if one.name in verdict.causes):
         yield verdict.localisation.rows
     if best.detail and not set(best.detail.split()) <= set(seen.split()):
         yield f"Namely: {best.detail}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,8 +13,9 @@ from ddp_equivalence.diagnosis.examples_read import (
     short_numbers,
 )
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
-from ddp_equivalence.diagnosis.lines.source_tree import functions_named, inside, run_lines
-from ddp_equivalence.diagnosis.lines.sources import Choice, Sources, given_to_class, sole_origin
+from ddp_equivalence.diagnosis.lines.origins import Choice, Sources, given_to_class, sole_origin
+from ddp_equivalence.diagnosis.lines.source import RETURNS, functions_named, inside, run_lines
+from ddp_equivalence.diagnosis.lines.words import last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
@@ -60,17 +59,15 @@ def read_at(view: View, place: CallSite, rank: int) -> list[int]:
 def padding_of(place: CallSite) -> int:
     """By how many examples the samplers of this line pad the data set; 0 if they do not."""
     length, ranks = int(place.first.value or 0), replicas_of(place)
-    if "drop_last=False" not in place.first.what or not length or not ranks:
-        return 0
-    return math.ceil(length / ranks) * ranks - length
+    pads = "drop_last=False" in place.first.what and ranks > 0
+    return -length % ranks if pads else 0
 
 
 def dropped_by(place: CallSite) -> int:
     """How many examples the samplers of this line leave out of the data set."""
     length, ranks = int(place.first.value or 0), replicas_of(place)
-    if "drop_last=True" not in place.first.what or not length or not ranks:
-        return 0
-    return length % ranks
+    drops = "drop_last=True" in place.first.what and ranks > 0
+    return length % ranks if drops else 0
 
 
 def last_batch_of(view: View, place: CallSite) -> int:
@@ -164,18 +161,17 @@ def _first_list(
 def lines_of_own_sampler(view: View) -> list[PointedLine]:
     """Where a sampler of the user's own, which a loader was given, returned its order."""
     for place in loaders(view)[-1:]:
-        begins = place.first.made_at
-        run = run_lines(view, place.ranks[0])
+        begins, run = place.first.made_at, run_lines(view, place.ranks[0])
         for function in functions_named(begins.file, begins.function) if begins else ():
             if begins is None or not begins.number <= function.lineno <= begins.number + 20:
                 continue
             lines = [
                 CodeLine(begins.file, node.lineno, function.name)
                 for node in inside(function)
-                if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom))
+                if isinstance(node, RETURNS)
             ]
-            ran = [line for line in lines if run.times.get(line)]
             note = f"what the loader of line {place.line.number} goes through"
+            ran = [line for line in lines if run.times.get(line)]
             return [PointedLine(line, note, True) for line in ran[-1:]]
     return []
 
@@ -344,10 +340,8 @@ def _ranks_with_one_sampler(place: CallSite) -> list[int]:
 
 def _lines_that_gave(view: View, place: CallSite, argument: str) -> list[PointedLine]:
     run = run_lines(view, place.ranks[0])
-    origins = [
-        sole_origin(run, bound) for bound in given_to_class(run, SAMPLER, ARGUMENTS, argument)
-    ]
-    lines = [one[0].line(one[1]) for one in origins if one is not None]
+    given = given_to_class(run, SAMPLER, ARGUMENTS, argument)
+    lines = [line for bound in given if (line := sole_origin(run, bound)) is not None]
     return [
         PointedLine(line, f"gives {argument}", True) for line in lines[:1] if line != place.line
     ]
@@ -376,6 +370,5 @@ def ranks_with_other_rows(view: View) -> tuple[int, ...]:
 def lines_that_replace_rows(view: View) -> list[PointedLine]:
     """The last collective before the forward pass, if ranks then read the rows of other ones."""
     ranks = ranks_with_other_rows(view)
-    places = data_collectives(view) if ranks else []
     note = f"after it {ranks_by_number(ranks)} read{'s' if len(ranks) == 1 else ''} others' rows"
-    return [place.pointed(note, is_fault=True) for place in places[-1:]]
+    return last_of(data_collectives(view), note) if ranks else []

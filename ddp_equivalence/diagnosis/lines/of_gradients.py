@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
+from ddp_equivalence.diagnosis.lines.decisions import where_they_part
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_exchange, lines_that_left_out
-from ddp_equivalence.diagnosis.lines.origins import line_in_function, lines_behind
-from ddp_equivalence.diagnosis.lines.source_tree import (
+from ddp_equivalence.diagnosis.lines.origins import lines_behind
+from ddp_equivalence.diagnosis.lines.source import (
     FUNCTIONS,
     LOOPS,
     Function,
     RunLines,
     called_name,
     inside,
-    place_of,
+    place_at,
     run_lines,
-    tree_of,
-    where_they_part,
 )
+from ddp_equivalence.diagnosis.lines.words import first_of, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
@@ -71,7 +71,7 @@ def _of_hooks(view: View) -> list[PointedLine]:
 
 def _is_read_after(line: CodeLine, name: str) -> bool:
     """True if a variable that a line sets may be read later in the same function."""
-    place = place_of(line.file, line.number)
+    place = place_at(line)
     if place is None or place.function is None:
         return True
     end = place.statement.end_lineno or line.number
@@ -89,24 +89,18 @@ def _is_read_after(line: CodeLine, name: str) -> bool:
 
 def _of_expressions(view: View) -> list[PointedLine]:
     """The statements that have run and are nothing but a new tensor made of a gradient."""
-    rank = min(view.observed.by_rank, default=0)
-    run = run_lines(view, rank)
+    run = run_lines(view)
     hooks = {
         (place.first.made_at.file, place.first.made_at.function)
         for place in view.observed.calls.places(Kind.TENSOR_HOOK)
         if place.first.made_at is not None and place.first.what == "register_hook"
     }
-    found = []
-    for file in run.files:
-        tree = tree_of(file)
-        for function in ast.walk(tree) if tree is not None else ():
-            if isinstance(function, FUNCTIONS):
-                is_hook = (file, function.name) in hooks
-                found += [
-                    PointedLine(line, NEVER, True)
-                    for line in _dropped_in(run, file, function, is_hook)
-                ]
-    return found
+    return [
+        PointedLine(line, NEVER, True)
+        for file, function in run.nodes()
+        if isinstance(function, FUNCTIONS)
+        for line in _dropped_in(run, file, function, (file, function.name) in hooks)
+    ]
 
 
 def _dropped_in(run: RunLines, file: str, function: Function, is_hook: bool) -> Iterator[CodeLine]:
@@ -194,16 +188,17 @@ def lines_into_temporaries(view: View, unchanged: str) -> list[PointedLine]:
     """The first such line that ran after backward began. ``unchanged``: whose gradients are not
     written in the end, as text.
     """
-    run = run_lines(view, min(view.observed.by_rank, default=0))
-    begun = max((run.last.get(at, 0) for at in run.backwards), default=0)
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            method = _method_written_to(node)
-            line = line_in_function(file, getattr(node, "lineno", 0)) if method else None
-            if line is not None and run.last.get(line, 0) > begun:
-                note = f"writes to what {method}() returns; .grad of {unchanged} is not written"
-                return [PointedLine(line, note, True)]
+    run = run_lines(view)
+
+    def writes(node: ast.AST) -> int | None:
+        return getattr(node, "lineno", 0) if _method_written_to(node) else None
+
+    for line in run.lines_with(writes):
+        place = place_at(line)
+        if place is not None and run.last.get(line, 0) > run.begun:
+            method = next(filter(None, map(_method_written_to, place.nodes)))
+            note = f"writes to what {method}() returns; .grad of {unchanged} is not written"
+            return [PointedLine(line, note, True)]
     return []
 
 
@@ -306,8 +301,7 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
     if not ranks:
         return ()
     who = ranks_by_number(ranks)
-    note = f"clears gradients on {who}"
-    cleared = [place.pointed(note, is_fault=True) for place in _cleared_by(view, ranks)[-1:]]
+    cleared = last_of(_cleared_by(view, ranks), f"clears gradients on {who}")
     if cleared:
         return cleared
     parting = where_they_part(view, ranks)
@@ -321,8 +315,7 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
     if pointed or parting is not None:
         return pointed or [one for one in (parting,) if one is not None]
     reduced = view.observed.calls.backwards if view.observed.wrappers else []
-    note = f"DDP reduces here; the gradients of {who} are missing in the result"
-    return [place.pointed(note, is_fault=True) for place in reduced[-1:]]
+    return last_of(reduced, f"DDP reduces here; the gradients of {who} are missing in the result")
 
 
 def _sums_without(view: View, ranks: Sequence[int]) -> list[PointedLine]:
@@ -364,8 +357,7 @@ def _lines_of_zero(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]:
     """The last line that computed a loss whose gradient is zero."""
     note = f"the gradient of {ranks_by_number(ranks)} is zero"
     places = view.observed.calls.places(Kind.LOSS_FUNCTIONS) or view.observed.calls.backwards
-    there = [place for place in places if set(ranks) <= set(place.ranks)]
-    return [place.pointed(note, is_fault=True) for place in there[:1]]
+    return first_of([place for place in places if set(ranks) <= set(place.ranks)], note)
 
 
 def _reduced_without(view: View, ranks: Sequence[int]) -> list[CallSite]:

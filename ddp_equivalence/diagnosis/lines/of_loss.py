@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.hypothesis import LOSS_ROUNDING, common_loss_fact
 from ddp_equivalence.diagnosis.lines.words import scaling_text
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, StepCalls
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.observation import Forward
 
 # The lines at which the loss of a step got its value, and those that multiplied it.
@@ -19,26 +19,28 @@ SCALING = ("MulBackward", "DivBackward")
 """The operations that multiply a loss, as autograd names them, without the number at the end."""
 
 
-def last_backward(view: View, rank: int | None = None) -> Call | None:
-    """The last call of backward that began at a loss on this rank, or on the lowest one."""
-    calls = view.observed.calls
-    ranks = sorted(calls.by_rank) if rank is None else [rank]
+def last_backward(view: View) -> Call | None:
+    """The last call of backward that began at a loss on the lowest rank."""
     found = [
         call
-        for call in (calls.of(ranks[0]) if ranks else ())
-        if call.kind is Kind.BACKWARD and call.value is not None and _line(call)
+        for call in _calls_of_lowest_rank(view)
+        if call.kind is Kind.BACKWARD and call.value is not None and _line(call) is not None
     ]
     return found[-1] if found else None
 
 
-def losses_before(view: View, backward: Call, rank: int | None = None) -> list[Call]:
+def losses_before(view: View, backward: Call) -> list[Call]:
     """The losses that were made between the backward before and this one, on the same rank."""
-    calls = view.observed.calls
-    ranks = sorted(calls.by_rank) if rank is None else [rank]
-    of_rank = calls.of(ranks[0]) if ranks else ()
     return [
-        call for call in of_rank if call.kind is Kind.LOSS and call.backwards == backward.backwards
+        call
+        for call in _calls_of_lowest_rank(view)
+        if call.kind is Kind.LOSS and call.backwards == backward.backwards
     ]
+
+
+def _calls_of_lowest_rank(view: View) -> tuple[Call, ...]:
+    calls = view.observed.calls
+    return calls.of(min(calls.by_rank, default=0))
 
 
 def line_of_loss(
@@ -103,7 +105,7 @@ def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
 
 
 def _function(call: Call) -> tuple[str, str]:
-    line = call.users_line or call.line
+    line = _line(call)
     return (line.file, line.function) if line is not None else ("", "")
 
 
@@ -123,12 +125,12 @@ def _equal(value: float | None, other: float | None) -> bool:
     return value is not None and other is not None and losses_close(value, other)
 
 
-def _line(call: Call) -> bool:
-    return (call.users_line or call.line) is not None
+def _line(call: Call) -> CodeLine | None:
+    return call.users_line or call.line
 
 
 def _pointed(call: Call, note: str, is_fault: bool, missing: str = "") -> PointedLine | None:
-    line = call.users_line or call.line
+    line = _line(call)
     return None if line is None else PointedLine(line, note, is_fault, missing)
 
 

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from typing import NamedTuple, TypeGuard
 
+from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions
 from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.origins import (
-    Link,
     chosen,
     divisors,
     divisors_in_function,
     gone_through,
-    line_in_function,
     line_of_compared,
-    lines_that_set_attribute,
     links_of,
     links_of_line,
 )
-from ddp_equivalence.diagnosis.lines.source_tree import (
-    Decision,
+from ddp_equivalence.diagnosis.lines.source import (
+    LOOPS,
     RunLines,
+    SourceLine,
     called_name,
-    conditions,
-    decisions,
     inside,
-    loops_around,
+    last_name,
+    line_in_function,
+    lines_that_set_attribute,
+    place_at,
     place_of,
     run_lines,
-    tree_of,
 )
-from ddp_equivalence.diagnosis.lines.words import scaling_text
-from ddp_equivalence.diagnosis.reduced import groups_text
-from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, StepCalls, reduces_gradients
+from ddp_equivalence.diagnosis.lines.words import counted, scaling_text
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 
@@ -55,12 +53,12 @@ def in_hook(view: View) -> list[CallSite]:
     """
     calls = view.observed.calls
     backwards = {place.line for place in calls.backwards}
-    inside = [
+    in_backward = [
         place
         for place in calls.reductions
         if place.first.in_backward and place.line not in backwards
     ]
-    return inside or calls.places(Kind.HOOK)
+    return in_backward or calls.places(Kind.HOOK)
 
 
 def hook_was_registered(view: View) -> bool:
@@ -71,7 +69,7 @@ def hook_was_registered(view: View) -> bool:
 def ddp_reduces(view: View) -> bool:
     """True if DDP was to reduce gradients in the last backward pass, without a hook."""
     synchronises = any(wrapper.synchronised[-1:] == (True,) for wrapper in view.observed.wrappers)
-    return synchronises and not view.observed.calls.places(Kind.HOOK)
+    return synchronises and not hook_was_registered(view)
 
 
 def is_unseen(view: View) -> bool:
@@ -86,29 +84,28 @@ def line_of_reduction(
 
     ``note`` gets what was seen to happen there, and returns what the report says of it.
     """
-    for place in reversed(by_hand(view)):
-        seen = f"{len(place.calls)} {_operation(place)}, over {_ranks(place)} ranks"
+    for place in (by_hand(view) or in_hook(view))[-1:]:
+        over = f"over {max(map(len, place.groups), default=0)} ranks"
+        seen = f"{len(place.calls)} {_operation(place)}, {over}"
+        if place.kind is Kind.HOOK:
+            seen = hook_text(place)
+        elif place.first.in_backward:
+            where = "in the communication hook" if hook_was_registered(view) else "during backward"
+            seen = f"{_operation(place)} {over}, {where}"
         return place.pointed(note(seen), is_fault, missing)
-    for place in reversed(in_hook(view)):
-        seen = hook_text(place)
-        if place.kind is Kind.COLLECTIVE:
-            inside = "in the communication hook" if hook_was_registered(view) else "during backward"
-            seen = f"{_operation(place)} over {_ranks(place)} ranks, {inside}"
-        return place.pointed(note(seen), is_fault, missing)
-    if ddp_reduces(view):
-        for place in reversed(view.observed.calls.backwards):
-            seen = f"DDP averages over {_ranks_of_ddp(view)} ranks here"
-            return place.pointed(note(seen), is_fault, missing)
+    for place in view.observed.calls.backwards[-1:] if ddp_reduces(view) else ():
+        logged = [wrapper.logged.get("world_size") for wrapper in view.observed.wrappers]
+        ranks = min([size for size in logged if isinstance(size, int)], default=view.world_size)
+        return place.pointed(note(f"DDP averages over {ranks} ranks here"), is_fault, missing)
     return None
 
 
 def line_that_scales_gradients(view: View, factor: float) -> PointedLine | None:
     """The last line that multiplies gradients by this number; None if none was seen."""
-    places = view.observed.calls.multiplied_by(factor)
-    if not places:
-        return None
-    what = "the gradient" if len(places[-1].names) == 1 else f"{len(places[-1].names)} gradients"
-    return places[-1].pointed(scaling_text(what, factor), True)
+    for place in view.observed.calls.multiplied_by(factor)[-1:]:
+        what = "the gradient" if len(place.names) == 1 else f"{len(place.names)} gradients"
+        return place.pointed(scaling_text(what, factor), True)
+    return None
 
 
 def line_that_scales(view: View, factor: float) -> PointedLine | None:
@@ -133,12 +130,6 @@ def common_factor(view: View) -> float | None:
     return factor if is_common else None
 
 
-def _ranks_of_ddp(view: View) -> int:
-    """The number of ranks that DDP averages over; fewer than all if it was given a group."""
-    logged = [wrapper.logged.get("world_size") for wrapper in view.observed.wrappers]
-    return min([size for size in logged if isinstance(size, int)], default=view.world_size)
-
-
 def hook_text(place: CallSite) -> str:
     """What a line does that registers a communication hook."""
     return f"gives DDP a communication hook, {place.first.what}"
@@ -147,10 +138,6 @@ def hook_text(place: CallSite) -> str:
 def _operation(place: CallSite) -> str:
     collective = place.first.collective
     return "" if collective is None else f"{collective.op} {collective.reduce_op}".strip()
-
-
-def _ranks(place: CallSite) -> int:
-    return max((len(group) for group in place.groups), default=0)
 
 
 # The lines around a reduction that decided what it reduces, how often it runs, and for whom.
@@ -163,7 +150,7 @@ def way_to(view: View, call: Call) -> tuple[CodeLine, ...]:
     line = call.users_line or call.line
     if line is None:
         return ()
-    backward = {one.line for one in view.observed.calls.places(Kind.BACKWARD)}
+    backward = {one.line for one in view.observed.calls.backwards}
     functions = {(one.file, one.function) for one in backward}
     way: list[CodeLine] = []
     for one in (line, *call.callers):
@@ -189,11 +176,11 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
             if one.what == kind:
                 return [*line_of_compared(run, one.test, one.line), one.pointed()]
     link = chosen(gone_through(run, way))
-    if link is not None:
-        note = f"makes {link.name}, which the loop goes through"
-        note = note if link.name else "chooses what the loop goes through"
-        return [PointedLine(link.line, note, True)] if link.line != place.line else []
-    return _lines_that_made(run, place, way[1:])
+    if link is None:
+        return _lines_that_made(run, place, way[1:])
+    note = f"makes {link.name}, which the loop goes through"
+    note = note if link.name else "chooses what the loop goes through"
+    return [PointedLine(link.line, note, True)] if link.line != place.line else []
 
 
 def _lines_that_made(
@@ -204,25 +191,51 @@ def _lines_that_made(
     if made_at is None or made_at == place.line:
         return []
     link = chosen(links_of_line(run, made_at, callers))
-    if link is None or link.line == made_at or link.line == place.line:
+    if link is None or link.line in (made_at, place.line):
         note = f"makes the tensor that line {place.line.number} is given"
         return [PointedLine(made_at, note, True)]
-    return [
-        PointedLine(link.line, f"gives {link.name}, of which line {made_at.number} is made", True)
-    ]
+    note = f"gives {link.name}, of which line {made_at.number} is made"
+    return [PointedLine(link.line, note, True)]
+
+
+PUTTING = frozenset({"append", "add", "extend", "update", "insert", "appendleft"})
+
+
+def lines_that_put_into(view: View, place: CallSite) -> list[PointedLine]:
+    """The condition under which things are put into what the loop around a collective goes through.
+
+    Without a condition, the line that puts them there. Empty if several lines do.
+    """
+    run = run_lines(view, place.ranks[0])
+    places = (place_at(line) for line in way_to(view, place.first))
+    loop = next((loop for at in places if at is not None for loop in at.loops), None)
+    name = last_name(loop.iter) if isinstance(loop, (ast.For, ast.AsyncFor)) else ""
+
+    def puts(node: ast.AST) -> int | None:
+        function = node.func if isinstance(node, ast.Call) else None
+        if not isinstance(function, ast.Attribute) or function.attr not in PUTTING:
+            return None
+        return function.lineno if name and last_name(function.value) == name else None
+
+    lines = run.lines_with(puts)
+    at = place_at(lines[0]) if len(lines) == 1 else None
+    if at is None:
+        return []
+    line, times = lines[0], run.times.get(lines[0], 0)
+    for test in at.conditions[:1]:
+        note = f"let line {line.number} put something into {name} {times} times"
+        return [PointedLine(at.line(test), note, True)]
+    return [PointedLine(line, f"puts something into {name}; it ran {times} times", True)]
 
 
 def lines_of_no_sync(view: View) -> list[PointedLine]:
     """The line that decided that ``no_sync`` is entered, or else the line that enters it."""
     for place in view.observed.calls.places(Kind.NO_SYNC)[-1:]:
-        run = run_lines(view, place.ranks[0])
-        decision = _condition_of(run, place.line)
+        run, at = run_lines(view, place.ranks[0]), place_at(place.line)
+        decision = next(conditions(run, at), None) if at is not None else None
         if decision is not None:
-            return [
-                decision.pointed(),
-                place.pointed("no synchronisation inside"),
-            ]
-        made = _context_made(run, place.line)
+            return [decision.pointed(), place.pointed("no synchronisation inside")]
+        made = _context_made(run, at)
         return [
             *(PointedLine(one, "chooses whether DDP synchronises", True) for one in made),
             place.pointed("no synchronisation inside", is_fault=not made),
@@ -230,14 +243,8 @@ def lines_of_no_sync(view: View) -> list[PointedLine]:
     return []
 
 
-def _condition_of(run: RunLines, line: CodeLine) -> Decision | None:
-    place = place_of(line.file, line.number)
-    return next(conditions(run, place), None) if place is not None else None
-
-
-def _context_made(run: RunLines, line: CodeLine) -> Sequence[CodeLine]:
+def _context_made(run: RunLines, place: SourceLine | None) -> Sequence[CodeLine]:
     """The line that chose the context which a ``with`` enters by name."""
-    place = place_of(line.file, line.number)
     if place is None or not isinstance(place.statement, (ast.With, ast.AsyncWith)):
         return ()
     for item in place.statement.items:
@@ -263,13 +270,11 @@ def lines_of_hook_number(view: View, number: float, meaning: str) -> list[Pointe
 
     ``meaning``: what the number is.
     """
-    for place in view.observed.calls.places(Kind.HOOK)[-1:]:
-        begins = place.first.made_at
-        run = run_lines(view, place.ranks[0])
-        held = [name for name, value in place.first.numbers if value == number]
-        named = divisors_in_function(begins) if begins is not None else ()
-        for name in held:
-            if name in named:
+    for hook in view.observed.calls.places(Kind.HOOK)[-1:]:
+        run = run_lines(view, hook.ranks[0])
+        divided_by = divisors_in_function(hook.first.made_at)
+        for name in [name for name, value in hook.first.numbers if value == number]:
+            if name in divided_by:
                 return [
                     PointedLine(
                         links_of_line(run, at)[-1].line, f"{name} is {number:g}, {meaning}", True
@@ -281,21 +286,19 @@ def lines_of_hook_number(view: View, number: float, meaning: str) -> list[Pointe
 
 def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:
     """The lines that set what a communication hook multiplies or divides by."""
-    begins = hook.first.made_at
-    run = run_lines(view, hook.ranks[0])
+    begins, run = hook.first.made_at, run_lines(view, hook.ranks[0])
     return [
         PointedLine(line, f"sets {name}, by which {begins.function} multiplies or divides")
-        for name in (divisors_in_function(begins) if begins is not None else ())
+        for name in divisors_in_function(begins)
         for line in lines_that_set_attribute(run, name)
         if begins is not None
     ]
 
 
-def lines_of_exchange(view: View, rank: int, only_if_few: bool = False) -> list[PointedLine]:
+def lines_of_exchange(view: View, rank: int) -> list[PointedLine]:
     """The innermost loop in which a rank receives tensors point to point, and how many it gets.
 
-    Without a loop, the line that receives. ``only_if_few``: only if it receives fewer tensors than
-    there are other ranks.
+    Without a loop, the line that receives.
     """
     calls = [
         call
@@ -304,128 +307,126 @@ def lines_of_exchange(view: View, rank: int, only_if_few: bool = False) -> list[
         and call.what in ("recv", "irecv")
         and call.backwards > 0
     ]
+    others = view.world_size - 1
     if not calls:
         return []
-    if len(calls) >= view.world_size - 1 and only_if_few:
-        return []
-    calls = [one for one in calls if (one.line, one.callers) == (calls[0].line, calls[0].callers)]
-    times = "once" if len(calls) == 1 else f"{len(calls)} times"
-    others = view.world_size - 1
-    note = f"rank {rank} receives {times}; there {'is' if others == 1 else 'are'} {others} other"
-    note += " rank" if others == 1 else " ranks"
-    way = way_to(view, calls[0])
-    for line in way:
-        place = place_of(line.file, line.number)
-        for loop in loops_around(place) if place is not None else ():
-            assert place is not None
+    first = calls[0]
+    count = sum((one.line, one.callers) == (first.line, first.callers) for one in calls)
+    times = "once" if count == 1 else f"{count} times"
+    there = "there is" if others == 1 else "there are"
+    note = f"rank {rank} receives {times}; {there} {counted(others, 'other rank')}"
+    way = way_to(view, first)
+    for place in filter(None, map(place_at, way)):
+        for loop in place.loops:
             return [PointedLine(place.line(loop), f"in this loop {note}", True)]
     return [PointedLine(line, note, True) for line in way[:1]]
 
 
-# The lines that computed which ranks a process group is made of.
+# Collectives in the user's code that never ran, and what kept them from running.
 
-GIVEN = {
-    "new_group": ("ranks", 0),
-    "new_subgroups": ("group_size", 0),
-    "new_subgroups_by_enumeration": ("ranks_per_subgroup_list", 0),
-    "init_device_mesh": ("mesh_shape", 1),
-    "DeviceMesh": ("mesh", 1),
-}
-"""The functions that make groups -> the argument that says of which ranks: its name and place."""
+REDUCING = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor"}
+)
 
-MOST_ORIGINS = 2
+MOST_CALLS_UP = 4
 
 
-def with_origins_of_groups(view: View, lines: Sequence[PointedLine]) -> list[PointedLine]:
-    """The lines, and beside the first one that makes groups those that computed their ranks."""
-    known = {one.line for one in lines}
-    for number, one in enumerate(lines):
-        origins = [origin for origin in _origins(view, one.line) if origin.line not in known]
-        if origins:
-            if one.note:
-                told = f"; line {one.line.number} {one.note}"
-                origins = [replace(origin, note=origin.note + told) for origin in origins]
-            del origins[MOST_ORIGINS:]
-            if any(origin.is_fault for origin in origins):
-                pair = [*origins, replace(one, is_fault=False)]
-            else:
-                pair = [one, *origins]
-            return [*lines[:number], *pair, *lines[number + 1 :]]
-    return list(lines)
+class _Unreached(NamedTuple):
+    """``place``: of a call that never ran. ``line``: of the call."""
+
+    place: SourceLine
+    line: CodeLine
 
 
-def _origins(view: View, line: CodeLine) -> list[PointedLine]:
-    """The lines that computed the ranks of the groups that this line has made."""
-    rank = min(view.observed.by_rank, default=0)
-    found: dict[CodeLine, list[tuple[int, ...]]] = {}
-    computing: set[CodeLine] = set()
-    for call in _made_at(view, rank, line):
-        link = _origin(view, rank, call)
-        if link is not None and link.line != line:
-            found.setdefault(link.line, []).append(tuple(call.ranks))
-            if link.selects or _computes(link):
-                computing.add(link.line)
-    groups_of = {origin: tuple(sorted(set(ranks))) for origin, ranks in found.items()}
-    shown = []
-    for origin, groups in groups_of.items():
-        alike = [one for one, others in groups_of.items() if others == groups]
-        again = f", as line {alike[0].number} does" if origin != alike[0] else ""
-        # Of lines that make the same groups, the first one may well be right.
-        is_fault = origin in computing and (origin != alike[0] or len(alike) == 1)
-        shown.append(PointedLine(origin, f"makes {groups_text(groups)}{again}", is_fault))
-    return sorted(shown, key=lambda one: not one.is_fault)
+def lines_that_keep_from_reducing(view: View) -> list[PointedLine]:
+    """Why a collective that reduces, in the user's code, never ran after the last backward pass.
+
+    Empty if none is there, or if it is not known why it did not run.
+    """
+    run = run_lines(view)
+    for name in REDUCING:
+        for one in _never_run(run, name):
+            found = _kept_from(run, one, 0)
+            if found:
+                return found
+    return []
 
 
-def _made_at(view: View, rank: int, line: CodeLine) -> Iterator[Call]:
-    """The groups that a line has made; those in which gradients were reduced, if it made some."""
-    seen = view.observed.by_rank.get(rank)
-    of_all_steps = StepCalls({} if seen is None else {rank: seen.calls})
-    used = {
-        frozenset(call.collective.ranks)
-        for seen in view.observed.by_rank.values()
-        for call in seen.calls
-        if call.collective is not None and reduces_gradients(call)
-    }
-    for place in of_all_steps.places(Kind.NEW_GROUP):
-        if place.line == line:
-            in_use = [call for call in place.calls if frozenset(call.ranks) in used]
-            yield from in_use or place.calls
+def _calls_of(run: RunLines, name: str) -> Iterator[_Unreached]:
+    """All calls of functions of this name, in files that ran."""
+    for file, node in run.nodes():
+        if isinstance(node, ast.Call) and called_name(node) == name:
+            place = place_of(file, node.lineno)
+            if place is not None:
+                yield _Unreached(place, place.line(node))
 
 
-def _origin(view: View, rank: int, call: Call) -> Link | None:
-    """The line that computed the ranks of a group, or else where they come from."""
-    line = call.users_line or call.line
-    place = place_of(line.file, line.number) if line is not None else None
-    given = _given(place.statement) if place is not None else None
-    if line is None or place is None or given is None:
-        return None
-    callers = [one for one in call.callers if (one.file, one.number) != (line.file, line.number)]
-    links = links_of(run_lines(view, rank), place, given, callers)
-    return next((one for one in links if one.selects or _computes(one)), chosen(links))
+def _never_run(run: RunLines, name: str) -> Iterator[_Unreached]:
+    return (one for one in _calls_of(run, name) if one.place.function and one.line not in run.times)
 
 
-def _computes(link: Link) -> bool:
-    """True if the line computes the value that it names, and does not only pass it on."""
-    place = place_of(link.line.file, link.line.number)
-    statement = place.statement if place is not None else None
-    if not isinstance(statement, ast.Assign) or not statement.targets:
-        return False
-    target = statement.targets[0]
-    name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
-    return name == link.name and any(
-        isinstance(node, ast.BinOp | ast.Compare | ast.ListComp) for node in ast.walk(statement)
-    )
+def _kept_from(run: RunLines, one: _Unreached, up: int) -> list[PointedLine]:
+    place = one.place
+    assert place.function is not None
+    within = run.last_of(place, place.function.body)
+    if within <= run.begun:
+        if within or up >= MOST_CALLS_UP:
+            return []
+        callers = _never_run(run, place.function.name)
+        found = (_kept_from(run, caller, up + 1) for caller in callers)
+        return next(filter(None, found), [])
+    for around in reversed(place.around):  # the outermost that did not go on
+        node, body = around.statement, getattr(around.statement, around.branch)
+        if not isinstance(node, (ast.If, *LOOPS)):
+            continue
+        if not run.last_of(place, body) and run.count(place, node):
+            return _not_gone_on(run, one, node, around.branch)
+    for node in _returns_above(place):
+        above = place_of(place.file, node.lineno)
+        if above is not None and above.statement is node and run.count(place, node):
+            note = f"returns before line {one.line.number}"
+            return [PointedLine(place.line(node), note, True)]
+    return []
 
 
-def _given(statement: ast.stmt) -> ast.expr | None:
-    """The expression that says of which ranks the groups are to be."""
-    for node in (statement, *inside(statement)):
-        name = called_name(node) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and name in GIVEN:
-            argument, at = GIVEN[name]
-            named = [one.value for one in node.keywords if one.arg == argument]
-            return next(iter(named or node.args[at : at + 1]), None)
-    return None
+def _not_gone_on(run: RunLines, one: _Unreached, node: ast.stmt, branch: str) -> list[PointedLine]:
+    """Why a loop or a condition never went on to a call."""
+    line, after = one.place.line(node), f"so line {one.line.number} never runs"
+    if isinstance(node, (ast.For, ast.AsyncFor)) and branch == "body":
+        made = chosen(links_of(run, one.place, node.iter))
+        lines = []
+        if made is not None and made.line != line:
+            what = f"makes {made.name}; " if made.name else ""
+            note = f"{what}line {line.number} finds nothing in it"
+            lines = [PointedLine(made.line, note, True)]
+        return [*lines, PointedLine(line, f"goes through nothing, {after}", not lines)]
+    if isinstance(node, ast.While):
+        return [PointedLine(line, f"the condition is false at once, {after}", True)]
+    body = getattr(node, branch)
+    if isinstance(node, ast.If) and body[0].lineno != node.lineno:
+        truth = "false" if branch == "body" else "true"
+        note = f"always {truth}, {after}"
+        return [*line_of_compared(run, node.test, line), PointedLine(line, note, True)]
+    return []
+
+
+def _returns_above(place: SourceLine) -> Iterator[ast.Return]:
+    """The statements above a line that return from its function."""
+    for node in inside(place.function) if place.function is not None else ():
+        if isinstance(node, ast.Return) and node.lineno < place.statement.lineno:
+            yield node
+
+
+def lines_that_return_before(view: View, function: str) -> list[PointedLine]:
+    """A ``return`` that ran after backward began, above a call of this function."""
+    run = run_lines(view)
+    for call in _calls_of(run, function):
+        for line in map(call.place.line, _returns_above(call.place)):
+            if run.last.get(line, 0) > run.begun:
+                times = "once" if run.times[line] == 1 else f"{run.times[line]} times"
+                note = f"returned {times}, before line {call.line.number} calls {function}()"
+                return [PointedLine(line, note, True)]
+    return []
 
 
 # The lines that call a method of the module inside a wrapper, past the wrapper's own forward.
@@ -440,35 +441,30 @@ NOT_A_FORWARD = frozenset(
 
 def lines_past_the_wrapper(view: View) -> list[PointedLine]:
     """The lines that have run and call ``ddp.module(...)`` or ``ddp.module.method(...)``."""
-    run = run_lines(view, min(view.observed.by_rank, default=0))
-    found: dict[tuple[str, int], PointedLine] = {}
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            if not isinstance(node, ast.Call) or not _is_past_a_wrapper(node.func):
-                continue
-            line = line_in_function(file, node.lineno)
-            if line is not None and run.times.get(line):
-                note = f"calls {ast.unparse(node.func)}, which DDP does not see"
-                found[file, line.number] = PointedLine(line, note, is_fault=True)
+    run = run_lines(view)
+    found: dict[CodeLine, PointedLine] = {}
+    for file, node in run.nodes():
+        function = node.func if isinstance(node, ast.Call) else None
+        if not _is_past_a_wrapper(function):
+            continue
+        line = line_in_function(file, function.lineno)
+        if line is not None and run.times.get(line):
+            note = f"calls {ast.unparse(function)}, which DDP does not see"
+            found[line] = PointedLine(line, note, is_fault=True)
     return list(found.values())
 
 
-def _is_past_a_wrapper(function: ast.expr) -> bool:
+def _is_past_a_wrapper(function: ast.expr | None) -> TypeGuard[ast.Attribute]:
     if not isinstance(function, ast.Attribute):
         return False
-    if function.attr == "module":
-        return True
-    inner = function.value
-    is_of_the_module = isinstance(inner, ast.Attribute) and inner.attr == "module"
-    return is_of_the_module and function.attr not in NOT_A_FORWARD
+    is_of_the_module = isinstance(function.value, ast.Attribute) and function.value.attr == "module"
+    return function.attr == "module" or (is_of_the_module and function.attr not in NOT_A_FORWARD)
 
 
 # Collectives that write their result to a temporary tensor, which nothing can use afterwards.
 
 CONSTANTS = frozenset({"zeros", "ones", "empty", "full", "tensor", "new_zeros", "new_ones"})
 """A tensor that is made for a collective alone makes the ranks wait for each other."""
-
 
 OF_GRADIENTS = frozenset({Contents.COPIES_OF_GRADIENTS, Contents.COPIES_OF_PARAMETERS})
 
@@ -486,30 +482,21 @@ def lines_of_lost_results(view: View, only_gradients: bool = False) -> list[Poin
             and (not only_gradients or call.collective.contents in OF_GRADIENTS)
         ),
     )
-    return [
-        place.pointed(f"changes {_what(view, place)}, which nothing uses afterwards", is_fault=True)
-        for place in places
-        if _passes_a_temporary(place)
-    ][:1]
-
-
-def _what(view: View, place: CallSite) -> str:
-    """How often the line changed a temporary tensor, where that was not always so."""
-    rank = place.ranks[0]
-    calls = [
-        call
-        for call in view.observed.calls.of(rank)
-        if call.kind is Kind.COLLECTIVE and (call.users_line or call.line) == place.line
-    ]
-    if len(place.calls) == len(calls) == 1:
-        return "a temporary tensor"
-    return f"a temporary tensor in {len(place.calls)} of {len(calls)} calls"
+    for place in filter(_passes_a_temporary, places):
+        calls = [
+            call
+            for call in view.observed.calls.of(place.ranks[0])
+            if call.kind is Kind.COLLECTIVE and (call.users_line or call.line) == place.line
+        ]
+        often = f" in {len(place.calls)} of {len(calls)} calls" if len(calls) > 1 else ""
+        note = f"changes a temporary tensor{often}, which nothing uses afterwards"
+        return [place.pointed(note, is_fault=True)]
+    return []
 
 
 def _passes_a_temporary(place: CallSite) -> bool:
     """True if the line is nothing but a call, and what it is given has no name."""
-    where = place_of(place.line.file, place.line.number)
-    collective = place.first.collective
+    where, collective = place_at(place.line), place.first.collective
     if where is None or collective is None or not isinstance(where.statement, ast.Expr):
         return False
     call = where.statement.value

@@ -1,24 +1,40 @@
-"""Which lines made what a line reads: the user's source, followed back."""
+"""What made a value of the user's code: the nearest line, or all expressions that went into it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.lines.source_tree import (
+from ddp_equivalence.diagnosis.lines.source import (
+    COMPREHENSIONS,
+    Bindings,
+    Bound,
     Function,
     RunLines,
     SourceLine,
+    argument_given,
+    arguments_of,
     called_name,
+    copied_attribute,
     functions_named,
     inside,
+    is_in_class,
+    last_line_that_sets,
+    last_name,
+    lines_that_call,
+    lines_that_set_attribute,
     lines_that_set_variable,
-    loops_around,
+    name_in_calls,
+    place_at,
     place_of,
-    tree_of,
+    returns_of,
+    skipping,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
@@ -36,8 +52,6 @@ OF_A_MODULE = frozenset(
 
 OF_AN_OPTIMIZER = ("param_groups",)
 """Attributes that give back what an object was made of."""
-
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
     ``way``: as in ``decisions``. The first line that stands in a loop counts.
     """
     for number, line in enumerate(way):
-        place = place_of(line.file, line.number)
+        place = place_at(line)
         if place is None:
             continue
         place = run.beside_backward(place)
@@ -75,12 +89,10 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
 
 def links_of_line(run: RunLines, line: CodeLine, callers: Sequence[CodeLine] = ()) -> list[Link]:
     """The lines that made what this line is made of, and the line itself, the nearest first."""
-    place = place_of(line.file, line.number)
-    value = getattr(place.statement, "value", None) if place is not None else None
-    if place is None or not isinstance(value, ast.expr):
+    place = place_at(line)
+    if place is None or place.value is None:
         return []
-    first = Link("", line, selects(value))
-    return [first, *_links(run, place, value, callers, 0)]
+    return [Link("", line, selects(place.value)), *_links(run, place, place.value, callers, 0)]
 
 
 def links_of(
@@ -121,15 +133,13 @@ def _takes_one(expression: ast.expr) -> bool:
 
 def _iterables(place: SourceLine, number: int) -> Iterator[ast.expr]:
     """What comprehensions on this line, and then the loops around it, go through."""
-    for node in [place.statement, *inside(place.statement)]:
+    for node in place.nodes:
         if isinstance(node, COMPREHENSIONS) and (
             node.lineno <= number <= (node.end_lineno or node.lineno)
         ):
             yield from (one.iter for one in node.generators)
-    if isinstance(place.statement, (ast.For, ast.AsyncFor)):
-        yield place.statement.iter
-    for loop in loops_around(place):
-        if not isinstance(loop, ast.While):
+    for loop in (place.statement, *place.loops):
+        if isinstance(loop, (ast.For, ast.AsyncFor)):
             yield loop.iter
 
 
@@ -153,23 +163,22 @@ def _links(
             return _links(run, place, expression.value, callers, depth + 1)
         return _of_assignment(run, expression.attr, lines[0], (), depth) if lines else []
     if isinstance(expression, ast.Call):
-        returned = _returned_by(run, place, expression, depth)
-        if returned:
-            return returned
-    for part in _parts(expression):
-        found = _links(run, place, part, callers, depth)
-        if found:
-            return found
-    return []
+        name = called_name(expression)
+        for line, value in returns_of(run, place.file, name):
+            link = Link(name, line, value is not None and selects(value))
+            inner = place_at(line)
+            made = _links(run, inner, value, (), depth + 1) if inner is not None and value else []
+            return [link, *made]
+    found = (_links(run, place, part, callers, depth) for part in _parts(expression))
+    return next(filter(None, found), [])
 
 
 def _iterated(place: SourceLine, name: ast.Name) -> ast.expr | None:
     """What the comprehension around this variable goes through for it; None without one."""
-    for node in [place.statement, *inside(place.statement)]:
+    for node in place.nodes:
         if isinstance(node, COMPREHENSIONS) and any(one is name for one in ast.walk(node)):
             for one in node.generators:
-                parts = [part.id for part in ast.walk(one.target) if isinstance(part, ast.Name)]
-                if name.id in parts:
+                if name.id in [last_name(part) for part in ast.walk(one.target)]:
                     return one.iter
     return None
 
@@ -198,21 +207,28 @@ def _of_assignment(
     run: RunLines, name: str, line: CodeLine, callers: Sequence[CodeLine], depth: int
 ) -> list[Link]:
     """The line that sets a name, and the lines that made what it sets it to."""
-    place = place_of(line.file, line.number)
+    place = place_at(line)
     if place is None:
         return []
-    if isinstance(place.statement, (ast.For, ast.AsyncFor)):
-        made = _links(run, place, place.statement.iter, callers, depth + 1)
-        return made or [Link(name, line, selects(place.statement.iter))]
-    value = _keyword_value(place.statement, name) or getattr(place.statement, "value", None)
-    if not isinstance(value, ast.expr):
+    statement = place.statement
+    if isinstance(statement, (ast.For, ast.AsyncFor)):
+        made = _links(run, place, statement.iter, callers, depth + 1)
+        return made or [Link(name, line, selects(statement.iter))]
+    given = (one.value for one in place.nodes if isinstance(one, ast.keyword) and one.arg == name)
+    value = next(given, place.value)
+    if value is None:
         return [Link(name, line, False)]
-    item = _item_of(place.statement, name)
+    item = _item_of(statement, name)
     value = _item(value, item)
     own = Link(name, line, selects(value))
-    if item is not None and isinstance(value, ast.Call):
-        return [own, *_item_returned(run, place, value, item, depth + 1)]
-    return [own, *_links(run, place, value, callers, depth + 1)]
+    if item is None or not isinstance(value, ast.Call):
+        return [own, *_links(run, place, value, callers, depth + 1)]
+    for returned_at, returned in returns_of(run, place.file, called_name(value)):
+        inner = place_at(returned_at)
+        if inner is not None and isinstance(returned, ast.Tuple) and item < len(returned.elts):
+            return [own, *_links(run, inner, returned.elts[item], (), depth + 1)]
+        return [own]
+    return [own]
 
 
 def _item_of(statement: ast.stmt, name: str) -> int | None:
@@ -231,67 +247,20 @@ def _item(value: ast.expr, item: int | None) -> ast.expr:
     return value.elts[item]
 
 
-def _item_returned(
-    run: RunLines, place: SourceLine, call: ast.Call, item: int, depth: int
-) -> list[Link]:
-    """The lines that made one of several values that a function of the user's returns."""
-    for line, value in returns_of(run, place.file, called_name(call)):
-        inner = place_of(line.file, line.number)
-        if inner is None or not isinstance(value, ast.Tuple) or item >= len(value.elts):
-            return []
-        return _links(run, inner, value.elts[item], (), depth)
-    return []
-
-
-def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:
-    for node in [statement, *inside(statement)]:
-        if isinstance(node, ast.keyword) and node.arg == name:
-            return node.value
-    return None
-
-
-def _returned_by(run: RunLines, place: SourceLine, call: ast.Call, depth: int) -> list[Link]:
-    """The line that has run and returned or yielded what this function of the user's gives, and
-    the lines that made this.
-    """
-    for line, value in returns_of(run, place.file, called_name(call)):
-        inner = place_of(line.file, line.number)
-        link = Link(called_name(call), line, value is not None and selects(value))
-        made = _links(run, inner, value, (), depth + 1) if inner is not None and value else []
-        return [link, *made]
-    return []
-
-
-def returns_of(run: RunLines, file: str, name: str) -> Iterator[tuple[CodeLine, ast.expr | None]]:
-    """The lines that have run and returned or yielded what a function of this name gives, and what.
-
-    Only functions of the same file are known, and only those whose name none of the others has.
-    """
-    functions = functions_named(file, name) if name else []
-    for node in inside(functions[0]) if len(functions) == 1 else ():
-        if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
-            line = CodeLine(file, node.lineno, name)
-            if run.times.get(line):
-                yield line, node.value
-
-
 def _argument(
     run: RunLines, place: SourceLine, name: str, callers: Sequence[CodeLine], depth: int
 ) -> list[Link]:
     """Where an argument of the place's function comes from."""
     function = place.function
-    if function is None:
-        return []
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    if name not in names and name not in [one.arg for one in function.args.kwonlyargs]:
+    if function is None or name not in arguments_of(function):
         return []
     called = name_in_calls(place.file, function)
-    callers = callers or callers_by_name(run, called)
-    above = place_of(callers[0].file, callers[0].number) if callers else None
-    if above is None:
-        return []
-    for node in [above.statement, *inside(above.statement)]:
-        if isinstance(node, ast.Call) and called_name(node) == called:
+    by_name = lines_that_call(run, called) if not callers else []
+    callers = callers or (by_name if len(by_name) == 1 else ())
+    above = place_at(callers[0]) if callers else None
+    for node in above.nodes if above is not None else ():
+        if isinstance(node, ast.Call) and called_name(node) == called and above is not None:
+            names = arguments_of(function, keyword_only=False)
             value = argument_given(node, names, name, called != function.name)
             if value is None:
                 return []
@@ -304,9 +273,6 @@ def _argument(
 
 DEEPEST = 2
 """How many lines are followed, one behind the other."""
-
-FILLING = frozenset({"append", "extend", "insert", "update", "add", "copy_", "add_", "setdefault"})
-"""Methods that change what they are called on."""
 
 OF_RANKS = {"rank": "get_rank", "world_size": "get_world_size"}
 """Attributes that say who a rank is, and the functions of torch that know it."""
@@ -337,7 +303,7 @@ def lines_behind(
 
 def lines_that_return(run: RunLines, line: CodeLine) -> Iterator[CodeLine]:
     """The lines that have run and returned what a line assigns, if it calls a user's functions."""
-    place = place_of(line.file, line.number)
+    place = place_at(line)
     for node in _in_head(place.statement) if place is not None else ():
         if isinstance(node, ast.Call):
             for returned, _ in returns_of(run, line.file, called_name(node)):
@@ -362,15 +328,18 @@ def _setters(
     """What a line reads, and which line "sets" it, or "passes" it to the function: attributes
     first, since they are set far away.
     """
-    place = place_of(line.file, line.number)
+    place = place_at(line)
     if place is None:
         return
-    read = _in_head(place.statement)
+    read = [
+        node
+        for node in _in_head(place.statement)
+        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load)
+    ]
     attributes = [
         node.attr
         for node in read
         if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)
         and (node.value.id == "self" or not hasattr(Tensor, node.attr))  # not .grad or .data
     ]
@@ -378,223 +347,24 @@ def _setters(
         for setter in lines_that_set_attribute(run, name):
             if not _asks_the_ranks(setter, name):
                 yield "sets", name, setter
-    if only_attributes:
-        return
-    names = [
-        node.id for node in read if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    ]
+    names = [] if only_attributes else [node.id for node in read if isinstance(node, ast.Name)]
     for name in dict.fromkeys(names):
-        last = _last_that_sets(run, place, line, name)
-        passed_at = None if last is not None else _that_passes(run, place, name)
+        last = last_line_that_sets(run, place, line, name)
         if last is not None:
             yield "sets", name, last
-        elif passed_at is not None:
-            yield "passes", name, passed_at
-
-
-def _that_passes(run: RunLines, place: SourceLine, name: str) -> CodeLine | None:
-    """The only line that calls the function of a place and passes this argument to it."""
-    if place.function is None:
-        return None
-    links = links_of(run, place, ast.Name(name, ast.Load()))
-    return links[0].line if links and links[0].line.function != place.function.name else None
+        elif place.function is not None:
+            links = links_of(run, place, ast.Name(name, ast.Load()))
+            if links and links[0].line.function != place.function.name:
+                yield "passes", name, links[0].line
 
 
 def _asks_the_ranks(line: CodeLine, name: str) -> bool:
     """True for a line that sets ``rank`` or ``world_size`` to just that: no value can be wrong."""
-    place = place_of(line.file, line.number)
-    value = getattr(place.statement, "value", None) if place is not None else None
+    place = place_at(line)
+    value = place.value if place is not None else None
     if isinstance(value, ast.Call):
         return not value.args and not value.keywords and called_name(value) == OF_RANKS.get(name)
     return name in OF_RANKS and isinstance(value, ast.Attribute) and value.attr == name
-
-
-def _last_that_sets(run: RunLines, place: SourceLine, line: CodeLine, name: str) -> CodeLine | None:
-    """The last line above in the same function that has run and set or changed a variable."""
-    if place.function is None:
-        return None
-    lines = [
-        place.line(node)
-        for node in inside(place.function)
-        if _sets(node, name) and getattr(node, "lineno", line.number) < line.number
-    ]
-    ran = [one for one in lines if run.times.get(one)]
-    return max(ran, key=lambda one: one.number, default=None)
-
-
-def _sets(node: ast.AST, name: str) -> bool:
-    """True if a statement sets this variable, an element of it, or calls a method that fills it."""
-    targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-        targets = [node.target]
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        function = node.value.func
-        if isinstance(function, ast.Attribute) and function.attr in FILLING:
-            targets = [function.value]
-    parts = [
-        part
-        for target in targets
-        for part in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
-    ]
-    return any(_base(part) == name for part in parts)
-
-
-def _base(target: ast.expr) -> str:
-    """The variable that a target belongs to: ``parts`` for ``parts[0]``."""
-    while isinstance(target, (ast.Subscript, ast.Starred)):
-        target = target.value
-    return target.id if isinstance(target, ast.Name) else ""
-
-
-# The lines that made the number by which a line divides or multiplies.
-
-
-def divisors(run: RunLines, line: CodeLine) -> list[Link]:
-    """The lines that made the number by which this line divides or multiplies."""
-    place = place_of(line.file, line.number)
-    if place is None:
-        return []
-    for node in [place.statement, *inside(place.statement)]:
-        expression = _divisor(node)
-        if expression is not None:
-            if isinstance(expression, ast.BinOp):
-                expression = expression.right
-            return links_of(run, place, expression)
-    return []
-
-
-def computes(line: CodeLine, name: str) -> bool:
-    """True if a line computes what it sets a variable to, and does not only pass it on: it takes
-    no single variable or attribute, and calls no function of the user's.
-    """
-    place = place_of(line.file, line.number)
-    value = getattr(place.statement, "value", None) if place is not None else None
-    if isinstance(value, ast.Call):
-        return not functions_named(line.file, called_name(value))
-    passed_on = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List)
-    return bool(name) and isinstance(value, ast.expr) and not isinstance(value, passed_on)
-
-
-def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:
-    """The names of the attributes by which a function, or one inside it, divides."""
-    found: dict[str, None] = {}
-    for function in functions_named(begins.file, begins.function):
-        for node in ast.walk(function):
-            expression = _divisor(node)
-            if isinstance(expression, ast.Attribute):
-                found[expression.attr] = None
-    return tuple(found)
-
-
-def _divisor(node: ast.AST) -> ast.expr | None:
-    """What a node of the syntax tree divides or multiplies by; None if it does neither."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
-        return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return node.right
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        plain = [one for one in (node.right, node.left) if not _holds_a_call(one)]
-        return plain[0] if plain else None  # what is called may return the loss
-    if isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
-        return node.args[-1]
-    return None
-
-
-def _holds_a_call(expression: ast.expr) -> bool:
-    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
-
-
-SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})
-"""The functions of torch that divide or multiply by their last argument."""
-
-
-# Which calls pass what to the arguments of a function.
-
-
-def name_in_calls(file: str, function: Function) -> str:
-    """The name by which a function is called: that of its class for a constructor."""
-    tree = tree_of(file)
-    if function.name == "__init__" and tree is not None:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and function in node.body:
-                return node.name
-    return function.name
-
-
-def argument_given(
-    call: ast.Call, names: Sequence[str], name: str, constructs: bool
-) -> ast.expr | None:
-    """The expression that a call gives for an argument; None if it does not say so plainly."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if name not in names or any(isinstance(one, ast.Starred) for one in call.args):
-        return None
-    bound = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
-    at = names.index(name) - (1 if bound or constructs else 0)
-    return call.args[at] if 0 <= at < len(call.args) else None
-
-
-def callers_by_name(run: RunLines, name: str) -> list[CodeLine]:
-    """The only line that has run and calls a function of this name; [] if there are several."""
-    found: dict[CodeLine, None] = {}
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            if isinstance(node, ast.Call) and called_name(node) == name:
-                line = line_in_function(file, node.lineno)
-                if line is not None and run.times.get(line):
-                    found[line] = None
-    return list(found) if len(found) == 1 else []
-
-
-# The lines that set an attribute of an object.
-
-
-def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
-    """The line that has run and set an attribute of this name, or gave it to a constructor.
-
-    Empty if several different lines did.
-    """
-    found: dict[CodeLine, None] = {}
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            line = _line_if_sets(file, node, name)
-            if line is not None and run.times.get(line):
-                found[line] = None
-    return list(found) if len(found) == 1 else []
-
-
-def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-        targets = [node.target] if node.value is not None else []
-    elif isinstance(node, ast.Call):
-        for keyword in node.keywords:
-            called = called_name(node)
-            if keyword.arg == name and (called[:1].isupper() or called == "cls"):
-                return line_in_function(file, keyword.value.lineno)
-        return None
-    else:
-        return None
-    for target in targets:
-        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-        if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
-            return line_in_function(file, target.lineno)
-    return None
-
-
-def line_in_function(file: str, number: int) -> CodeLine | None:
-    """The line with the name of the function that it stands in; None if the file is not read."""
-    place = place_of(file, number)
-    if place is None:
-        return None
-    name = place.function.name if place.function is not None else "<module>"
-    return CodeLine(file, number, name)
 
 
 def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
@@ -606,24 +376,345 @@ def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list
         if isinstance(node, ast.Attribute):
             for line in lines_that_set_attribute(run, node.attr):
                 return [PointedLine(line, f"sets {node.attr}, which line {at.number} compares")]
-            for line, name in _begins_with(run, node.attr):
+            name = copied_attribute(run, node.attr)
+            for line in lines_that_set_attribute(run, name) if name else ():
                 note = f"sets {name}; {node.attr} begins with it, which line {at.number} compares"
                 return [PointedLine(line, note)]
     return []
 
 
-def _begins_with(run: RunLines, name: str) -> list[tuple[CodeLine, str]]:
-    """The line that set the attribute to which an attribute of this name is set before it is
-    counted up or down, and the name of this attribute; [] if it is not set like this.
+# The lines that made the number by which a line divides or multiplies.
+
+SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})
+"""The functions of torch that divide or multiply by their last argument."""
+
+
+def divisors(run: RunLines, line: CodeLine) -> list[Link]:
+    """The lines that made the number by which this line divides or multiplies."""
+    place = place_at(line)
+    for expression in _divisors_in(place.nodes) if place is not None else ():
+        number = expression.right if isinstance(expression, ast.BinOp) else expression
+        return links_of(run, place, number) if place is not None else []
+    return []
+
+
+def computes(line: CodeLine, name: str) -> bool:
+    """True if a line computes what it sets a variable to, and does not only pass it on: it takes
+    no single variable or attribute, and calls no function of the user's.
     """
-    copied: set[str] = set()
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            line = _line_if_sets(file, node, name)
-            if line is None or not run.times.get(line) or isinstance(node, ast.AugAssign):
-                continue
-            value = getattr(node, "value", None)
-            copied.add(value.attr if isinstance(value, ast.Attribute) else "")
-    source = copied.pop() if len(copied) == 1 else ""
-    return [(line, source) for line in lines_that_set_attribute(run, source)] if source else []
+    place = place_at(line)
+    value = place.value if place is not None else None
+    if isinstance(value, ast.Call):
+        return not functions_named(line.file, called_name(value))
+    passed_on = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List)
+    return bool(name) and value is not None and not isinstance(value, passed_on)
+
+
+def divisors_in_function(begins: CodeLine | None) -> tuple[str, ...]:
+    """The names of the attributes by which a function, or one inside it, divides."""
+    functions = functions_named(begins.file, begins.function) if begins is not None else []
+    nodes = (node for function in functions for node in ast.walk(function))
+    found = (one.attr for one in _divisors_in(nodes) if isinstance(one, ast.Attribute))
+    return tuple(dict.fromkeys(found))
+
+
+def _divisors_in(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    """What the nodes of a syntax tree divide or multiply by."""
+    for node in nodes:
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
+            yield node.value
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            yield node.right
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            yield from [one for one in (node.right, node.left) if not _holds_a_call(one)][:1]
+        elif isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
+            yield node.args[-1]
+
+
+def _holds_a_call(expression: ast.expr) -> bool:
+    """True if an expression calls something, which may return the loss."""
+    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
+
+
+# All expressions that one was made of, and those of them that choose what is taken.
+
+MOST_EXPRESSIONS = 400
+"""So many expressions are followed."""
+
+DEEPEST_NUMBER = 4
+"""So often a name is looked up to see whether a number comes from the rank."""
+
+MOST_NAMES = 8
+"""Through so many names an expression is followed to where it is made."""
+
+OF_THE_RANK = re.compile(r"rank|world_?size|replica|process_index|process_count|num_processes")
+"""Words in the names of what says which rank this is, or how many there are."""
+
+CHOOSING = frozenset(
+    {"islice", "narrow", "index_select", "select", "take", "take_along_dim", "masked_select"}
+    | {"chunk", "split", "tensor_split", "array_split", "compress", "Subset", "batched"}
+)
+"""Functions that take a part of their first argument, or of what they are a method of."""
+
+MAKING_INDICES = frozenset({"range", "arange", "slice", "randperm", "linspace"})
+"""Functions that make positions of their arguments."""
+
+MODULES = ("torch", "np", "numpy", "itertools", "data")
+
+COMPUTING = frozenset({"divmod", "min", "max", "ceil", "floor", "round"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An expression that another one was made of. ``chooses``: it does not hold the values, but
+    says which of them are taken.
+    """
+
+    place: SourceLine
+    expression: ast.expr
+    chooses: bool
+
+    @property
+    def line(self) -> CodeLine:
+        """Where the expression begins."""
+        return self.place.line(self.expression)
+
+    @property
+    def computes(self) -> bool:
+        """True if it is made by arithmetic or a comparison, not only handed on."""
+        return _computes(self.expression)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A line that says which values are taken. ``distance``: so often a name must be looked up to
+    see that this depends on the rank; None if it does not. ``names``: those of the rank in the
+    line, as they stand there. ``computes``: it does not only hand on what other lines computed.
+    """
+
+    line: CodeLine
+    distance: int | None
+    names: tuple[str, ...] = ()
+    computes: bool = False
+
+
+@dataclass(frozen=True)
+class Sources:
+    """``run``: what has run on one rank."""
+
+    run: RunLines
+    _distances: dict[tuple[str, int, int, int, int], int | None] = field(default_factory=dict)
+
+    @cached_property
+    def bindings(self) -> Bindings:
+        """What names were given."""
+        return Bindings(self.run)
+
+    def of_line(self, line: CodeLine) -> list[Origin]:
+        """All expressions that what a line says was made of, the nearest first, with its own."""
+        place = place_at(line)
+        if place is None:
+            return []
+        return self.of([Origin(place, one, False) for one in _heads(place.statement)])
+
+    def of(self, begin: Sequence[Origin]) -> list[Origin]:
+        """All expressions that these were made of, the nearest first, with these."""
+        found: dict[tuple[str, int, int, int, bool], Origin] = {}
+        waiting = deque(begin)
+        while waiting and len(found) < MOST_EXPRESSIONS:
+            source = waiting.popleft()
+            key = (*_key(source.place, source.expression), source.chooses)
+            if key not in found:
+                found[key] = source
+                waiting.extend(self._made_of(source))
+        return list(found.values())
+
+    def choices(self, line: CodeLine) -> list[Choice]:
+        """The lines that choose which values a line holds, the nearest first."""
+        found: dict[CodeLine, Choice] = {}
+        for source in self.of_line(line):
+            for node in _choosing_parts(source):
+                at, distance = source.place.line(node), self._distance(source.place, node)
+                known = found.get(at, Choice(at, None))
+                distances = [one for one in (distance, known.distance) if one is not None]
+                names = (*known.names, *_names_of_rank(source.place, node))
+                found[at] = Choice(
+                    at,
+                    min(distances, default=None),
+                    tuple(dict.fromkeys(names)),
+                    known.computes or bool(names) or _computes(node),
+                )
+        return list(found.values())
+
+    def lines_of_rank(self, line: CodeLine) -> list[CodeLine]:
+        """The lines on the way to what a line says that name the rank, without this line."""
+        named = [
+            one.line for one in self.of_line(line) if _names_of_rank(one.place, one.expression)
+        ]
+        return [one for one in dict.fromkeys(named) if one != line]
+
+    def _made_of(self, source: Origin) -> Iterator[Origin]:
+        for node, chooses in _mentions(source.expression, source.chooses):
+            for place, expression in self.bindings.of(source.place, node):
+                yield Origin(place, expression, chooses)
+                for test in _guards(place):
+                    yield Origin(place, test, True)
+
+    def _distance(self, place: SourceLine, node: ast.expr, depth: int = 0) -> int | None:
+        """How often a name must be looked up until a word of the rank appears; None if never."""
+        if _names_of_rank(place, node):
+            return 0
+        if depth >= DEEPEST_NUMBER:
+            return None
+        key = (*_key(place, node), depth)
+        if key not in self._distances:
+            self._distances[key] = None  # what refers to itself says nothing
+            below = [
+                found
+                for part, _ in _mentions(node, True)
+                for at, expression in self.bindings.of(place, part)
+                if (found := self._distance(at, expression, depth + 1)) is not None
+            ]
+            self._distances[key] = 1 + min(below) if below else None
+        return self._distances[key]
+
+
+def _computes(expression: ast.expr) -> bool:
+    return any(
+        isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
+        or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
+        for node in ast.walk(expression)
+    )
+
+
+def _names_of_rank(place: SourceLine, node: ast.AST) -> tuple[str, ...]:
+    """What an expression names of the rank, or of the number of ranks, as it stands there."""
+    name = last_name(node)
+    if name and (OF_THE_RANK.search(name.lower()) or _is_a_rank(place.function, name)):
+        return (ast.unparse(node),)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return (node.value,) if OF_THE_RANK.search(node.value.lower()) else ()
+    children = (_names_of_rank(place, child) for child in ast.iter_child_nodes(node))
+    return tuple(dict.fromkeys(one for names in children for one in names))
+
+
+def _is_a_rank(function: Function | None, name: str) -> bool:
+    """True for an argument that is annotated as a rank."""
+    of = function.args if function is not None else None
+    return of is not None and any(
+        one.arg == name and one.annotation is not None and "Rank" in ast.unparse(one.annotation)
+        for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)
+    )
+
+
+def _key(place: SourceLine, node: ast.expr) -> tuple[str, int, int, int]:
+    return place.file, node.lineno, node.col_offset, node.end_col_offset or 0
+
+
+def _heads(statement: ast.stmt) -> list[ast.expr]:
+    """The expressions of a statement, without those of the block that it opens."""
+    if isinstance(statement, (ast.With, ast.AsyncWith)):
+        return [item.context_expr for item in statement.items]
+    children = [one for one in ast.iter_child_nodes(statement) if isinstance(one, ast.expr)]
+    return [one for one in children if not isinstance(getattr(one, "ctx", None), ast.Store)]
+
+
+def _mentions(node: ast.AST, chooses: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """The names, attributes and calls in an expression, and whether they choose what it takes."""
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Call)):
+        yield node, chooses
+    choosing = {id(one) for one in _choosing(node)}
+    for child in ast.iter_child_nodes(node):
+        yield from _mentions(child, chooses or id(child) in choosing)
+
+
+def _choosing(node: ast.AST) -> list[ast.expr]:
+    """The parts of a node of the syntax tree that say which of the others are taken."""
+    if isinstance(node, ast.Subscript):
+        return [] if isinstance(node.slice, ast.Constant) else [node.slice]
+    if isinstance(node, ast.comprehension):
+        return node.ifs
+    if not isinstance(node, ast.Call):
+        return []
+    name = called_name(node)
+    if name in MAKING_INDICES:
+        return node.args
+    if name in CHOOSING:
+        # Unlike a method, a function of a module gets the values as its first argument.
+        owner = (
+            node.func.value
+            if isinstance(node.func, ast.Attribute)
+            else ast.Name("torch", ast.Load())
+        )
+        is_function = isinstance(owner, ast.Name) and owner.id in MODULES
+        return [*node.args[is_function:], *(one.value for one in node.keywords)]
+    return node.args[:1] if name == "filter" else []
+
+
+def _choosing_parts(source: Origin) -> list[ast.expr]:
+    """The parts of an expression that say which values are taken, and compute positions for it."""
+    parts = [part for node in ast.walk(source.expression) for part in _choosing(node)]
+    return [*parts, source.expression] if source.chooses and source.computes else parts
+
+
+def _guards(place: SourceLine) -> Iterator[ast.expr]:
+    """The conditions under which a function yields an expression, or puts it into a list."""
+    statement = place.statement
+    if not isinstance(statement, ast.Expr) or not isinstance(place.value, (ast.Yield, ast.Call)):
+        return
+    yield from (one.test for one in place.conditions)
+    for loop in place.loops:
+        for node in skipping(loop):
+            at = place_of(place.file, node.lineno)
+            if at is not None and node.lineno < statement.lineno:
+                yield from (one.test for one in at.conditions[:1])
+
+
+def given_to_class(
+    run: RunLines, kind: str, arguments: Sequence[str], name: str
+) -> Iterator[Bound]:
+    """What the calls that have run give a class of this name for one of its arguments."""
+    for place, call in Bindings(run).calls(kind):
+        value = argument_given(call, ["self", *arguments], name, constructs=True)
+        if value is not None:
+            yield place, value
+
+
+def set_in_class(run: RunLines, kind: str, name: str) -> list[Bound]:
+    """What the code of a class of this name sets an attribute to."""
+    attribute = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+    found = Bindings(run).of_attribute(attribute)
+    return [(place, value) for place, value in found if is_in_class(place.line(value), kind)]
+
+
+def sole_origin(run: RunLines, bound: Bound) -> CodeLine | None:
+    """The line of the only expression that made a value, through names and functions of the user's;
+    None if there are several.
+    """
+    bindings = Bindings(run)
+    for _ in range(MOST_NAMES):
+        given = bindings.of(*bound)
+        if len(given) != 1:
+            return None if given else bound[0].line(bound[1])
+        bound = given[0]
+    return None
+
+
+def lines_that_made(run: RunLines, bound: Bound) -> list[CodeLine]:
+    """The lines that computed what is given here, then those that set what went into it.
+
+    The lines of functions come first, since what stands outside of them is far away.
+    """
+    place, expression = bound
+    sources = Sources(run).of([Origin(place, expression, False)])
+    if isinstance(expression, (ast.Name, ast.Attribute)):
+        sources = sources[1:]  # this line only hands on what another one made
+    first = place.function.name if place.function is not None else ""
+    sources.sort(
+        key=lambda one: (
+            one.place.function is None,
+            not one.computes,
+            one.place.function is None or one.place.function.name != first,
+        )
+    )
+    return list(dict.fromkeys(one.line for one in sources))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
 
@@ -40,11 +40,6 @@ def scaling_text(what: str, factor: float) -> str:
     return f"multiplies {what} by {text_of(factor, '.6g')}"
 
 
-def count_text(count: int, name: str) -> str:
-    """A number of things: ``1 gradient``, ``6 gradients``."""
-    return f"{count} {name}{'' if count == 1 else 's'}"
-
-
 # Words that the notes beside pointed lines share.
 
 MOST_NAMES = 2
@@ -60,3 +55,20 @@ def names_text(names: Sequence[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """A number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# The first or the last of several places, as a report points at it.
+
+
+def first_of(
+    places: Sequence[CallSite], note: str = "", is_fault: bool = True, missing: str = ""
+) -> list[PointedLine]:
+    """The first of these places with a note; [] if there is none."""
+    return [one.pointed(note, is_fault, missing) for one in places[:1]]
+
+
+def last_of(
+    places: Sequence[CallSite], note: str = "", is_fault: bool = True, missing: str = ""
+) -> list[PointedLine]:
+    """The last of these places with a note; [] if there is none."""
+    return [one.pointed(note, is_fault, missing) for one in places[-1:]]

@@ -14,12 +14,10 @@ from torch import Tensor
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.of_gradients import lines_of_dropped_results
-from ddp_equivalence.diagnosis.lines.of_reduction import (
-    lines_of_lost_results,
-    with_origins_of_groups,
-)
+from ddp_equivalence.diagnosis.lines.of_groups import with_origins_of_groups
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
-from ddp_equivalence.diagnosis.lines.source_tree import run_lines
+from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import OutOfTime
 from ddp_equivalence.diagnosis.view import View

@@ -12,7 +12,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
 from ddp_equivalence.diagnosis.lines.origins import computes, divisors, lines_behind
-from ddp_equivalence.diagnosis.lines.source_tree import RunLines, run_lines
+from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.lines.decisions import meeting_lines
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
-from ddp_equivalence.diagnosis.lines.source_tree import meeting_lines
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View

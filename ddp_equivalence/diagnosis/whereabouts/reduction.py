@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
+from ddp_equivalence.diagnosis.lines.of_groups import (
     groups_of,
     in_small_groups,
     lines_of_small_groups,
-    lines_that_keep_from_reducing,
     names_in_small_groups,
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_exchange,
     lines_of_hook_divisors,
     lines_of_no_sync,
+    lines_that_keep_from_reducing,
     lines_that_left_out,
     way_to,
 )
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
-from ddp_equivalence.diagnosis.lines.source_tree import run_lines
+from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View

@@ -41,15 +41,6 @@ def average_over_node(model: nn.Module, shard: Shard, rank: Rank) -> None:
         parameter.grad /= 2
 
 
-def average_over_equal_local_ranks(model: nn.Module, shard: Shard, rank: Rank) -> None:
-    group = own_group([[0, 2], [1, 3]], rank.rank)
-    loss(model, shard).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad /= rank.world_size
-        dist.all_reduce(parameter.grad, group=group)  # across nodes only
-
-
 def average_with_itself(model: nn.Module, shard: Shard, rank: Rank) -> None:
     group = own_group([[0], [1], [2], [3]], rank.rank)
     loss(model, shard).backward()
@@ -115,7 +106,6 @@ def without_the_last_rank(model: nn.Module, shard: Shard, rank: Rank) -> None:
     ("step", "text", "groups"),
     [
         (average_over_node, "in its node only", "{0, 1} and {2, 3}"),
-        (average_over_equal_local_ranks, "across nodes only", "{0, 2} and {1, 3}"),
         (average_with_itself, "in a group of one", "{0}, {1}, {2} and 1 more"),
     ],
 )

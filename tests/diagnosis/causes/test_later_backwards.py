@@ -55,12 +55,6 @@ def aux_after_reducing_by_hand(model: nn.Module, shard: Shard, rank: Rank) -> No
     aux.backward()
 
 
-def aux_in_a_loop(model: nn.Module, shard: Shard, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    for loss in both_losses(ddp, shard):
-        loss.backward(retain_graph=True)
-
-
 def aux_of_rank_0_only(model: nn.Module, shard: Shard, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     sum_of_losses(ddp, shard).backward()
@@ -115,11 +109,6 @@ def warm_up_not_cleared(model: nn.Module, shard: Shard, rank: Rank) -> None:
             aux_after_reducing_by_hand,
             ["dist.all_reduce(parameter.grad)", "aux.backward()"],
             "before the reduction in line",
-        ),
-        (
-            aux_in_a_loop,
-            ["loss.backward(retain_graph=True)", "loss.backward(retain_graph=True)"],
-            "add the losses and call backward() once",
         ),
         (
             aux_of_rank_0_only,

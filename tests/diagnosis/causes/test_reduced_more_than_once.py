@@ -93,14 +93,6 @@ def in_nodes_and_between(model: nn.Module, shard: Rows, rank: Rank) -> None:
         dist.all_reduce(parameter.grad, group=across[rank.rank % 2])
 
 
-def divided_in_the_loss_and_multiplied(model: nn.Module, shard: Rows, rank: Rank) -> None:
-    (squares(model, shard) / rank.world_size).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad *= rank.world_size
-
-
 def test_a_tied_weight_that_is_listed_twice_is_named_with_what_lists_it() -> None:
     verdict = check(tied_case(), weights_of_layers)
     assert verdict.cause == "reduced_more_than_once", verdict
@@ -126,7 +118,6 @@ def test_a_second_sum_is_pointed_at(step: Any, fix: str) -> None:
     [
         (in_slices_without_division, "1x3"),
         (in_nodes_and_between, "2x2"),
-        (divided_in_the_loss_and_multiplied, "1x3"),
     ],
 )
 def test_what_is_added_up_once_is_not_said_to_be_added_up_again(step: Any, layout: str) -> None:

@@ -31,12 +31,6 @@ def train_on(model: nn.Module, batch: Batch, chosen: Any) -> None:
     loss(ddp, {name: leaf[chosen] for name, leaf in batch.items()}).backward()
 
 
-def permutation_by_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
-    generator = torch.Generator().manual_seed(11 + rank.rank)
-    order = torch.randperm(len(batch["rows"]), generator=generator)
-    train_on(model, batch, order[rank.rank :: rank.world_size])
-
-
 def seeded_by_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
     torch.manual_seed(5 + rank.rank)
     order = torch.randperm(len(batch["rows"]))
@@ -84,10 +78,6 @@ def padded(model: nn.Module, batch: Batch, rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("step", "line"),
     [
-        (
-            permutation_by_rank,
-            "generator = torch.Generator().manual_seed(11 + rank.rank)",
-        ),
         (seeded_by_rank, "torch.manual_seed(5 + rank.rank)"),
         (shuffled_list, "random.Random(rank.rank).shuffle(order)"),
         (

@@ -75,11 +75,6 @@ def divided_by_ranks_too(model: nn.Module, shard: Shard, rank: Rank) -> None:
             (loss(ddp, micro_batch) / len(micro_batches) / rank.world_size).backward()
 
 
-def one_micro_batch_divided_by_four(model: nn.Module, shard: Shard, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    (loss(ddp, shard) / FULL_WINDOW).backward()
-
-
 @pytest.mark.parametrize(
     ("step", "line"),
     [
@@ -106,7 +101,6 @@ def test_a_window_that_is_divided_by_its_own_length_is_right() -> None:
     [
         (not_divided, "accumulation_not_divided"),
         (divided_by_ranks_too, "averaged_twice"),
-        (one_micro_batch_divided_by_four, None),
     ],
 )
 def test_other_divisors_of_a_window_have_other_names(step: Any, cause: str | None) -> None:

@@ -59,11 +59,6 @@ class Named:
                 self.reduce(parameter)
 
 
-def only_those_of_a_name(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    Named(model, rank.world_size).run()
-
-
 class Counting:
     """Counts its parameters once, and reduces their gradients later."""
 
@@ -74,12 +69,6 @@ class Counting:
     def reduce(self, world_size: int) -> None:
         for parameter in self.found:
             average(parameter, world_size)
-
-
-def generator_is_used_up(model: Any, batch: Batch, rank: Any) -> None:
-    counting = Counting(model)
-    mean_squares(model, batch).backward()
-    counting.reduce(rank.world_size)
 
 
 class Switched:
@@ -100,14 +89,6 @@ def switched_off(model: Any, batch: Batch, rank: Any) -> None:
     switched = Switched(model)
     mean_squares(model, batch).backward()
     switched.reduce(rank.world_size)
-
-
-def never_more_than_one_rank(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    several = rank.local_world_size > 8
-    if several:  # fault
-        for parameter in model.parameters():
-            average(parameter, rank.world_size)
 
 
 def context_with_a_name(model: Any, batch: Batch, rank: Any) -> None:
@@ -131,39 +112,6 @@ def flatten_and_reduce(parameters: Iterable[Any], world_size: int) -> None:
     flat.div_(world_size)
     for one, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
         one.copy_(part.view_as(one))
-
-
-def count_is_lost(model: Any, batch: Batch, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    count = torch.tensor(len(batch["x"]))
-    errors = (ddp(batch["x"]) - batch["y"]).square().mean(1)
-    dist.all_reduce(count.double(), op=dist.ReduceOp.SUM)  # fault
-    (rank.world_size * errors.sum() / count).backward()
-
-
-def every_module_with_its_children(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    for module in model.modules():
-        for parameter in module.parameters():
-            dist.all_reduce(parameter.grad)  # fault
-    for parameter in model.parameters():
-        parameter.grad /= rank.world_size
-
-
-def last_rank_never_sends(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])
-    if rank.rank == 0:
-        received = torch.empty_like(flat)
-        for source in range(1, rank.world_size - 1):  # fault
-            dist.recv(received, src=source)
-            flat += received
-        flat /= rank.world_size
-    elif rank.rank < rank.world_size - 1:
-        dist.send(flat, dst=0)
-    dist.broadcast(flat, src=0)
-    write(gradients, flat)
 
 
 def write(gradients: list[Any], flat: Tensor) -> None:
@@ -227,16 +175,6 @@ def order_is_cut(model: Any, batch: Batch, rank: Any) -> None:
         average(parameter, rank.world_size)
 
 
-def rows_of_the_neighbour(model: Any, batch: Batch, rank: Any) -> None:
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.rank // 2]
-    rows, targets = batch["x"].clone(), batch["y"].clone()
-    dist.broadcast(rows, src=rank.rank - rank.rank % 2, group=group)
-    dist.broadcast(targets, src=rank.rank - rank.rank % 2, group=group)  # fault
-    mean_squares(model, {"x": rows, "y": targets}).backward()
-    for parameter in model.parameters():
-        average(parameter, rank.world_size)
-
-
 def main_rank_divides_alone(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     for parameter in model.parameters():
@@ -252,18 +190,3 @@ class Divided:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.calls = 0
-
-
-def dividing_hook(state, bucket):  # type: ignore[no-untyped-def]
-    state.calls += 1
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] / state.workers)
-
-
-def hook_divides_by_a_node(model: Any, batch: Batch, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    number = rank.local_world_size  # fault
-    state = Divided(number)
-
-    ddp.register_comm_hook(state, dividing_hook)
-    mean_squares(ddp, batch).backward()

@@ -15,33 +15,6 @@ from tests.diagnosis.lines.steps_around_reductions import write
 Batch = dict[str, Tensor]
 
 
-class Owners:
-    """Each gradient is averaged by the rank that owns it."""
-
-    def __init__(self, model: Any, rank: Any) -> None:
-        self.parameters, self.rank = list(model.parameters()), rank
-
-    def owner(self, index: int) -> int:
-        return index % int(self.rank.world_size)
-
-    def reduce(self) -> None:
-        for index, parameter in enumerate(self.parameters):
-            dist.reduce(parameter.grad, dst=self.owner(index))
-            if self.owner(index) == self.rank.rank:
-                parameter.grad /= self.rank.world_size
-
-    def send_back(self) -> None:
-        for index, parameter in enumerate(self.parameters[:-1]):  # fault
-            dist.broadcast(parameter.grad, src=self.owner(index))
-
-
-def last_is_not_sent_back(model: Any, batch: Batch, rank: Any) -> None:
-    owners = Owners(model, rank)
-    mean_squares(model, batch).backward()
-    owners.reduce()
-    owners.send_back()
-
-
 def vectors_stay_with_the_leader(model: Any, batch: Batch, rank: Any) -> None:
     node = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.node]
     leaders = dist.new_group([0, 2])
@@ -126,17 +99,6 @@ def weighted_by_the_largest(model: Any, batch: Batch, rank: Any) -> None:
         parameter.grad /= rank.world_size
 
 
-def small_ones_are_not_written(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    for parameter in model.parameters():
-        copied = parameter.grad.clone()
-        dist.all_reduce(copied)
-        copied /= rank.world_size
-
-        if parameter.numel() > 8:
-            parameter.grad.copy_(copied)  # fault
-
-
 class Engine:
     """Scales the loss."""
 
@@ -148,10 +110,6 @@ class Engine:
         loss = mean_squares(self.ddp, batch)
         loss = loss * self.scale
         loss.backward()
-
-
-def divides_under_ddp(model: Any, batch: Batch, rank: Any) -> None:
-    Engine(model, rank).train(batch)
 
 
 class Members:

@@ -50,28 +50,11 @@ class Averaging:
         self.steps = 1
 
 
-def at_times(state: Averaging, bucket: dist.GradBucket) -> Future:
-    group = state.everywhere if state.steps % state.period == 0 else state.here
-    values = bucket.buffer().div_(dist.get_world_size(group))
-    work: Any = dist.all_reduce(values, group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
 @dataclass
 class Settings:
     """What the user chose."""
 
     accumulation: int = 2
-
-
-def seldom_everywhere(model: nn.Module, shard: Batch, rank: Any) -> None:
-    nodes, _ = dist.new_subgroups(rank.local_world_size)
-    settings = Settings()
-    every = settings.accumulation * 2
-    state = Averaging(dist.group.WORLD, nodes, period=every)
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(state, at_times)
-    loss_of(ddp, shard).backward()
 
 
 def whole(gradient: Tensor) -> Tensor:
@@ -111,11 +94,6 @@ class TwoParts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.upper(self.lower(x))
-
-
-def wraps_the_upper_part_on_a_node(model: nn.Module, shard: Batch, rank: Any) -> None:
-    parts = TwoParts(model, rank)
-    loss_of(parts, shard).backward()
 
 
 def shards_all_on_a_node(model: nn.Module, shard: Batch, rank: Any) -> dict[str, Tensor]:

@@ -5,9 +5,7 @@ The faulty line of each ends with the comment ``# the fault``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,27 +52,6 @@ def summed_by_a_method(model: nn.Module, rows: Rows, rank: Rank) -> None:
         summing.finish()  # the fault
 
 
-def summed_by_a_closure(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    def finish() -> None:
-        add_up(model)
-
-    for half in halves(rows):
-        (mean_loss(model, half) / (2 * rank.world_size)).backward()
-        finish()  # the fault
-
-
-@contextmanager
-def reducing(model: nn.Module) -> Iterator[None]:
-    yield
-    add_up(model)
-
-
-def summed_by_a_context(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    for half in halves(rows):
-        with reducing(model):  # the fault
-            (mean_loss(model, half) / (2 * rank.world_size)).backward()
-
-
 def clear(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
@@ -94,15 +71,6 @@ def rows_of_a_mask(model: Any, rows: Rows, rank: Rank) -> None:
         if name != "0.weight":
             average_(parameter.grad)
     average_(weight[weight.norm(dim=1) >= 0])  # the fault
-
-
-def rows_in_a_list(model: Any, rows: Rows, rank: Rank) -> None:
-    mean_loss(model, rows).backward()
-    upper = [p.grad[torch.arange(len(p.grad))] for p in model[0].parameters()]  # the fault
-    for parameter in [*model[2].parameters(), *model[4].parameters()]:
-        average_(parameter.grad)
-    for one in upper:
-        average_(one)
 
 
 def copies_of(model: nn.Module) -> dict[str, Any]:
@@ -130,25 +98,8 @@ def divided_once_more_by_a_helper(model: nn.Module, rows: Rows, rank: Rank) -> N
     divide_all(model)  # the call
 
 
-def weighted_by_a_closure(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    def weigh(gradient: Tensor) -> None:
-        weighted = gradient / rank.world_size  # noqa: F841  # the fault
-
-    for parameter in model.parameters():
-        parameter.register_hook(weigh)
-    mean_loss(model, rows).backward()
-    add_up(model)
-
-
 def scaled(scale: float, gradient: Tensor) -> None:
     gradient.mul(scale)  # the fault
-
-
-def scaled_by_a_partial(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    for parameter in model.parameters():
-        parameter.register_hook(partial(scaled, 1 / rank.world_size))
-    mean_loss(model, rows).backward()
-    add_up(model)
 
 
 class Late:
@@ -176,16 +127,6 @@ def divided_out_of_place(model: nn.Module, rows: Rows, rank: Rank) -> None:
         assert gradient is not None
     for gradient in gradients:
         gradient.div(rank.world_size)  # type: ignore[union-attr]  # the fault
-
-
-def divided_all_at_once(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    mean_loss(model, rows).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    add_up(model)
-    count = float(rank.world_size)
-    print(end="")
-    print(end="")
-    torch._foreach_div(gradients, count)  # type: ignore[arg-type]  # the fault
 
 
 def watched_by_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
@@ -217,14 +158,6 @@ def changed_in_place(model: nn.Module, rows: Rows, rank: Rank) -> None:
 
 def probe(model: nn.Module, rows: Rows) -> None:
     mean_loss(model, rows).backward()
-
-
-def cleared_for_the_head(model: Any, rows: Rows, rank: Rank) -> None:
-    probe(model, rows)
-    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)
-    optimizer.zero_grad()  # the fault
-    mean_loss(model, rows).backward()
-    average(model)
 
 
 def cleared_where_large(model: nn.Module, rows: Rows, rank: Rank) -> None:
@@ -263,15 +196,6 @@ class Layout:
 
     def make(self) -> Any:
         return dist.new_group(self.members, use_local_synchronization=True)
-
-
-def in_groups_of_an_attribute(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    group = Layout(rank).make()
-    mean_loss(model, rows).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= 2
 
 
 class Divided:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.diagnosis.lines.origins import lines_behind
-from ddp_equivalence.diagnosis.lines.source_tree import RunLines
+from ddp_equivalence.diagnosis.lines.source import RunLines
 from ddp_equivalence.measurement.calls import CodeLine
 
 SOURCE = """

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
@@ -61,19 +60,6 @@ def divide_again(world_size: int, bucket: GradBucket) -> Future:
     return when_done(work, lambda future: future.value()[0] / world_size)
 
 
-def divided_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
-    local = rank.local_world_size
-
-    def hook(state: object, bucket: GradBucket) -> Future:
-        values = bucket.buffer().div_(local)
-        work: Any = dist.all_reduce(values, async_op=True)  # the fault
-        return when_done(work, lambda future: future.value()[0])
-
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(None, hook)
-    mean_loss(ddp, rows).backward()
-
-
 def keep(state: object, bucket: GradBucket) -> Future:
     done: Future = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -86,36 +72,11 @@ def a_hook_that_keeps(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(ddp, rows).backward()
 
 
-def compressed(model: Any, rows: Rows, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(None, fp16_compress_hook)  # the fault
-    outputs = ddp(rows["x"])
-    nn.functional.mse_loss(outputs, rows["y"]).backward()
-
-
 def in_half(state: object, bucket: GradBucket) -> Future:
     half = bucket.buffer().to(torch.bfloat16)
     half.div_(dist.get_world_size())
     work: Any = dist.all_reduce(half, async_op=True)  # the fault
     return when_done(work, lambda future: future.value()[0].to(bucket.buffer().dtype))
-
-
-def compressed_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(None, in_half)
-    mean_loss(ddp, rows).backward()
-
-
-def scale_by_rank(rank: int, bucket: GradBucket) -> Future:
-    scale = 2.0**rank
-    work: Any = dist.all_reduce(bucket.buffer().mul_(scale / 4), async_op=True)  # the fault
-    return when_done(work, lambda future: future.value()[0] / scale)
-
-
-def scales_differ_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(rank.rank, scale_by_rank)
-    mean_loss(ddp, rows).backward()
 
 
 @pytest.mark.parametrize(
@@ -128,11 +89,7 @@ def scales_differ_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
             "averaged_twice",
             "once in the hook",
         ),
-        (divided_in_a_hook, {}, "divided_by_local_world_size", "divide by 4"),
         (a_hook_that_keeps, {}, "no_all_reduce", "let the hook all_reduce its bucket"),
-        (compressed, {}, "low_precision_reduce", "reduce the gradients in float64"),
-        (compressed_by_hand, {}, "low_precision_reduce", "reduce the gradients in float64"),
-        (scales_differ_in_a_hook, {}, "scaler_differs_between_ranks", "all 4 ranks one scale"),
     ],
 )
 def test_the_line_of_the_hook_is_pointed_at(

@@ -2,24 +2,167 @@
 and says that it is no fault.
 """
 
+# mypy: disable-error-code="arg-type, operator, union-attr, assignment, index, misc, var-annotated"
+# Users write their steps without asking whether there is a gradient.
+
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, check
-from tests.diagnosis.lines import steps_with_properties as steps
 from tests.diagnosis.lines.faulty_line import Step, case, checked, faults, notes
 
-NORMALISED = case(model=steps.Normalised)
-DROPPING = case(model=steps.Dropping)
-FUNCTIONAL = case(model=steps.Functional)
-COMPARED = case(loss=steps.compared)
+Batch = dict[str, Tensor]
+
+
+class Normalised(nn.Module):
+    """A linear layer, a batch norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        hidden = torch.relu(hidden)
+        hidden = self.norm(hidden)
+        outputs: Tensor = self.head(hidden)
+        return outputs
+
+
+class Dropping(nn.Module):
+    """A linear layer, dropout and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        hidden = self.drop(hidden)
+        outputs: Tensor = self.head(hidden)
+        return outputs
+
+
+def average(model: nn.Module, world_size: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(world_size)
+
+
+def one_pass(model: nn.Module, batch: Batch, rank: Any) -> None:
+    model.train()
+    outputs = model(batch["x"])
+    loss = F.mse_loss(outputs, batch["y"])
+    loss.backward()
+    average(model, rank.world_size)
+
+
+def with_ddp(model: nn.Module, batch: Batch, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    loss = F.mse_loss(ddp(batch["x"]), batch["y"])
+    loss.backward()
+
+
+def seeded_alike(model: nn.Module, batch: Batch, rank: Any) -> None:
+    torch.manual_seed(rank.rank)
+    torch.randn(3)
+    torch.manual_seed(1234)
+    one_pass(model, batch, rank)
+
+
+def compared(model: nn.Module, batch: Batch) -> Tensor:
+    """Each example must be nearer to its own target than to those of the others."""
+    outputs = F.normalize(model(batch["x"]), dim=1)
+    targets = F.normalize(batch["y"], dim=1)
+    similar = outputs @ targets.T
+    labels = torch.arange(len(outputs))
+    return F.cross_entropy(similar / 0.5, labels)
+
+
+class Gathering:
+    """Computes one loss from the outputs of all ranks."""
+
+    def __init__(self, model: nn.Module, rank: Any) -> None:
+        self.model, self.rank = model, rank
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.rank.world_size)]
+        dist.all_gather(parts, tensor)
+        parts[self.rank.rank] = tensor
+        return torch.cat(parts)
+
+    def loss(self, batch: Batch) -> Tensor:
+        outputs = self.model(batch["x"])
+        outputs = self.gather(outputs)
+        targets = self.gather(batch["y"])
+        similar = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
+        return F.cross_entropy(similar / 0.5, torch.arange(len(similar)))
+
+
+def gathers_without_gradient(model: nn.Module, batch: Batch, rank: Any) -> None:
+    gathering = Gathering(model, rank)
+    gathering.loss(batch).backward()
+    average(model, rank.world_size)
+
+
+def catalogue_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The same as the catalogue's loss on batch statistics, as a user would write it."""
+    outputs = model(batch["inputs"])
+    error = F.mse_loss(outputs, batch["targets"])
+    variance = outputs.var(dim=0, unbiased=False)
+    penalty = 0.25 * (1 - variance).square().mean()
+    total: Tensor = error + penalty
+    return total
+
+
+def penalises_the_variance(model: nn.Module, batch: Batch, rank: Any) -> None:
+    loss = catalogue_loss(model, batch)
+    loss.backward()
+    average(model, rank.world_size)
+
+
+class Functional(nn.Module):
+    """Two linear layers, and the function of torch that drops some of what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.0)
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.drop(self.first(inputs))
+        hidden = F.dropout(hidden, 0.4, self.training)
+        outputs: Tensor = self.head(hidden)
+        return outputs
+
+
+NORMALISED = case(model=Normalised)
+DROPPING = case(model=Dropping)
+FUNCTIONAL = case(model=Functional)
+COMPARED = case(loss=compared)
 STATISTICS = Case(model="mlp", loss="batch_statistics", layout="1x4")
 
 PROPERTIES = [
     (
         NORMALISED,
-        steps.one_pass,
+        one_pass,
         "batch_norm_local_statistics",
         "hidden = self.norm(hidden)",
         "BatchNorm1d norm normalises over the examples of one rank: a property of the model, no "
@@ -28,23 +171,15 @@ PROPERTIES = [
     ),
     (
         NORMALISED,
-        steps.with_ddp,
+        with_ddp,
         "batch_norm_local_statistics",
         "hidden = self.norm(hidden)",
         "a property of the model, no fault",
         "none is needed; use SyncBatchNorm (on GPUs), or compare in eval mode.",
     ),
     (
-        COMPARED,
-        steps.compares_examples,
-        "contrastive_local_negatives",
-        "similar = outputs @ targets.T",
-        "compares the examples of one rank: a property of the loss, no fault",
-        "none is needed; compare all ranks' outputs, gathered with their gradient.",
-    ),
-    (
         STATISTICS,
-        steps.penalises_the_variance,
+        penalises_the_variance,
         "batch_statistics_local",
         "variance = outputs.var(dim=0, unbiased=False)",
         "statistics of one rank's examples: a property of the loss, no fault",
@@ -63,7 +198,7 @@ def test_a_property_is_shown_where_the_forward_pass_or_the_loss_has_it(
 
 
 def test_the_line_that_gives_all_ranks_one_seed_is_pointed_at() -> None:
-    verdict = checked(DROPPING, steps.seeded_alike, "dropout_same_on_all_ranks")
+    verdict = checked(DROPPING, seeded_alike, "dropout_same_on_all_ranks")
     assert faults(verdict) == ["torch.manual_seed(1234)"]
     assert "hidden = self.drop(hidden)  Dropout drop drops the same positions" in notes(verdict)
     assert verdict.findings[0].fix == (
@@ -71,9 +206,8 @@ def test_the_line_that_gives_all_ranks_one_seed_is_pointed_at() -> None:
     )
 
 
-@pytest.mark.parametrize("step", [steps.gathers_without_gradient, steps.gathers_under_ddp])
-def test_the_gather_that_loses_the_gradient_is_pointed_at(step: Step) -> None:
-    verdict = checked(COMPARED, step, "gather_without_gradient")
+def test_the_gather_that_loses_the_gradient_is_pointed_at() -> None:
+    verdict = checked(COMPARED, gathers_without_gradient, "gather_without_gradient")
     assert faults(verdict) == ["dist.all_gather(parts, tensor)"]
     assert "12 elements, which require a gradient; what it returns has none" in notes(verdict)
     assert verdict.findings[0].fix == (
@@ -82,7 +216,7 @@ def test_the_gather_that_loses_the_gradient_is_pointed_at(step: Step) -> None:
 
 
 def test_dropout_is_shown_where_the_big_batch_cannot_be_given_its_masks() -> None:
-    verdict = check(FUNCTIONAL, steps.one_pass, steps=2)
+    verdict = check(FUNCTIONAL, one_pass, steps=2)
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
     fix = "none is needed; compare with dropout turned off (model.eval() or p=0)."
     line = "hidden = F.dropout(hidden, 0.4, self.training)"
@@ -91,5 +225,5 @@ def test_dropout_is_shown_where_the_big_batch_cannot_be_given_its_masks() -> Non
 
 
 def test_dropout_of_a_module_is_compared_with_the_masks_of_the_ranks_or_without_any() -> None:
-    assert check(DROPPING, steps.with_ddp).outcome == "same"
-    assert check(DROPPING, steps.with_ddp, steps=2).outcome == "same"
+    assert check(DROPPING, with_ddp).outcome == "same"
+    assert check(DROPPING, with_ddp, steps=2).outcome == "same"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -38,22 +37,10 @@ class Noisy(Layers):
         return hidden + scale * noise
 
 
-class SkipsBlocks(Layers):
-    def changed(self, hidden: Tensor) -> Tensor:
-        kept = hidden.new_empty(len(hidden), 1).bernoulli_(0.6)
-        return hidden * kept / 0.6
-
-
 class DrawsWithNumpy(Layers):
     def changed(self, hidden: Tensor) -> Tensor:
         scales = np.random.uniform(0.5, 1.5, (len(hidden), 1))
         return hidden * torch.from_numpy(scales).to(hidden.dtype)
-
-
-class DrawsWithPython(Layers):
-    def changed(self, hidden: Tensor) -> Tensor:
-        scales = [[random.uniform(0.5, 1.5)] for _ in hidden]
-        return hidden * torch.tensor(scales, dtype=hidden.dtype)
 
 
 def squares(model: Callable[[Tensor], Tensor], rows: dict[str, Tensor]) -> Tensor:
@@ -78,9 +65,7 @@ def case_of(model: Any, loss: Any = squares) -> Case:
 
 DRAWING = [
     (case_of(Noisy), squares, "noise = torch.randn_like(hidden)"),
-    (case_of(SkipsBlocks), squares, "kept = hidden.new_empty(len(hidden), 1).bernoulli_(0.6)"),
     (case_of(DrawsWithNumpy), squares, "scales = np.random.uniform(0.5, 1.5, (len(hidden), 1))"),
-    (case_of(DrawsWithPython), squares, "scales = [[random.uniform(0.5, 1.5)] for _ in hidden]"),
     (
         case_of(Layers, at_a_random_time),
         at_a_random_time,

@@ -126,7 +126,6 @@ def with_batch_norm() -> nn.Module:
 
 FAULTY_STEPS: list[Step] = [
     test_reductions.flat_buffer_is_not_copied_back,
-    test_reductions.temporaries_are_reduced_asynchronously,
     test_reductions.parameters_are_reduced,
     test_reductions.nothing_is_reduced,
     test_reductions.AfterwardsOnTheirOwn.all_layers,
@@ -135,7 +134,6 @@ FAULTY_STEPS: list[Step] = [
     test_reductions.counts_rank_1_by_half,
     test_reductions.clips_its_own_norm_by_hand,
     test_data.probes_by_hand,
-    test_data.probes_under_ddp,
     test_data.puts_its_own_slice_back,
     test_numbers.rounds_on_the_way,
     test_numbers.largest_of_four,

@@ -36,10 +36,6 @@ def padded(generator: torch.Generator) -> dict[str, Tensor]:
     return with_labels(generator, -100)
 
 
-def padded_with_zero(generator: torch.Generator) -> dict[str, Tensor]:
-    return with_labels(generator, 0)
-
-
 def without_tokens_in_the_second_half(generator: torch.Generator) -> dict[str, Tensor]:
     batch = padded(generator)
     batch["labels"][EXAMPLES // 2 :] = -100
@@ -48,11 +44,6 @@ def without_tokens_in_the_second_half(generator: torch.Generator) -> dict[str, T
 
 def token_mean(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["rows"]).flatten(0, 1), batch["labels"].flatten())
-
-
-def token_mean_zero(model: nn.Module, batch: Any) -> Tensor:
-    outputs, labels = model(batch["rows"]).flatten(0, 1), batch["labels"].flatten()
-    return F.cross_entropy(outputs, labels, ignore_index=0)
 
 
 def safe_token_mean(model: nn.Module, batch: Any) -> Any:
@@ -68,11 +59,6 @@ def with_weights(generator: torch.Generator) -> dict[str, Tensor]:
 def weighted_mean(model: nn.Module, batch: Any) -> Any:
     errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
     return (errors * batch["weight"]).sum() / batch["weight"].sum()
-
-
-def with_mask(generator: torch.Generator) -> dict[str, Tensor]:
-    mask = torch.arange(EXAMPLES) % 5 < torch.tensor([1] * 4 + [3] * 4 + [4] * 4)
-    return make_batch(generator) | {"mask": mask}
 
 
 def masked_mean(model: nn.Module, batch: Any) -> Any:
@@ -105,10 +91,8 @@ def weighted_by_place(model: nn.Module, batch: Any) -> Any:
 
 COUNTED: list[tuple[Any, Loss, str]] = [
     (padded, token_mean, "elements of labels that are not -100"),
-    (padded_with_zero, token_mean_zero, "elements of labels above 0"),
     (without_tokens_in_the_second_half, safe_token_mean, "elements of labels that are not -100"),
     (with_weights, weighted_mean, "the sum of weight"),
-    (with_mask, masked_mean, "elements of mask that are set"),
     (with_classes, mean_of_positives, "elements of classes above 0"),
     (
         with_classes,

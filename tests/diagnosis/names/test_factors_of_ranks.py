@@ -27,25 +27,11 @@ def half_the_loss(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss.backward()
 
 
-def half_of_each_square(model: nn.Module, shard: Any, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    loss = ((ddp(shard["rows"]) - shard["targets"]).square() / 2).mean()  # the factor
-    loss.backward()
-
-
 def one_of_two_micro_batches(model: nn.Module, shard: Any, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     micro_batches = 2
     loss = squares(ddp, shard) / micro_batches  # the factor
     loss.backward()
-
-
-def half_the_gradients(model: nn.Module, shard: Any, rank: Rank) -> None:
-    squares(model, shard).backward()
-    average(model, rank.world_size)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad *= 0.5  # the factor
 
 
 def twice_the_loss(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -66,9 +52,7 @@ def marked(verdict: Verdict) -> list[str]:
     ("step", "factor"),
     [
         (half_the_loss, 0.5),
-        (half_of_each_square, 0.5),
         (one_of_two_micro_batches, 0.5),
-        (half_the_gradients, 0.5),
         (twice_the_loss, 2),
     ],
 )

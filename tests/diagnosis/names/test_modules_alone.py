@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.diagnosis.causes import HYPOTHESES
-from ddp_equivalence.diagnosis.localisation import ACT_ON_A_MODULE
+from ddp_equivalence.diagnosis.causes import CAUSE_OF
 from tests.diagnosis.names.small_case import average, case, make_batch, report_of
 
 pytestmark = pytest.mark.self_check
@@ -52,7 +51,7 @@ def test_examples_are_not_called_the_same_for_one_module_alone() -> None:
     by_module = verdict.localisation.findings_by_module
     assert by_module is not None
     names = {one.cause for one in by_module.values() if not one.because}
-    assert names <= ACT_ON_A_MODULE, verdict
+    assert all(CAUSE_OF[name].of_a_module for name in names), verdict
     assert "every_rank_same_data" not in report_of(verdict).partition("Nearest known")[0]
 
 
@@ -74,7 +73,3 @@ def test_a_factor_may_be_of_one_module_alone() -> None:
     report = report_of(verdict)
     assert "On the parameters of left alone, the numbers fit sum_not_mean." in report
     assert "alone the cause is sum_not_mean" not in report
-
-
-def test_the_causes_of_single_modules_are_known_causes() -> None:
-    assert {one.name for one in HYPOTHESES} >= ACT_ON_A_MODULE

@@ -8,7 +8,6 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,11 +65,6 @@ class PythonsDepth(Layers):
         return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
 
 
-class Gumbel(Layers):
-    def changed(self, hidden: Tensor) -> Tensor:
-        return F.gumbel_softmax(hidden)
-
-
 class Latent(Layers):
     """The noise of a variational autoencoder."""
 
@@ -89,17 +83,6 @@ class Attention(nn.Module):
         return self.last(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.LSTM(4, 5, 2, dropout=0.4, batch_first=True)
-        self.last = nn.Linear(5, 3)
-
-    def forward(self, rows: Tensor) -> Any:
-        tokens = torch.stack([rows[:, :4], rows[:, 1:], rows[:, :4] * 2], dim=1)
-        return self.last(self.layers(tokens)[0][:, -1])
-
-
 def denoised(model: nn.Module, batch: Any) -> Tensor:
     """A loss of a diffusion model, with random timesteps."""
     rows = batch["rows"]
@@ -109,20 +92,10 @@ def denoised(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(noisy), noise[:, :3])
 
 
-def mixed(model: nn.Module, batch: Any) -> Tensor:
-    """Mixup, with numpy's generator."""
-    share, order = np.random.beta(0.4, 0.4), np.random.permutation(len(batch["rows"]))
-    rows, targets = (
-        share * batch[name] + (1 - share) * batch[name][order] for name in ("rows", "targets")
-    )
-    return F.mse_loss(model(rows), targets)
-
-
 RANDOM: list[tuple[Any, Loss]] = [
-    *((model, squares) for model in (FunctionalDropout, StochasticDepth, PythonsDepth, Gumbel)),
-    *((model, squares) for model in (Latent, Attention, Recurrent)),
+    *((model, squares) for model in (FunctionalDropout, StochasticDepth, PythonsDepth)),
+    *((model, squares) for model in (Latent, Attention)),
     (Layers, denoised),
-    (Layers, mixed),
 ]
 
 
@@ -171,12 +144,6 @@ class Centred(Layers):
         return hidden - hidden.mean(0)
 
 
-class CentredOutputs(Layers):
-    def forward(self, rows: Tensor) -> Any:
-        outputs = super().forward(rows)
-        return outputs - outputs.mean(0)
-
-
 class WithBuffer(Layers):
     """A buffer follows the mean of the batch, and the forward pass uses it."""
 
@@ -209,7 +176,7 @@ def with_ages(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 NOT_ADDITIVE: list[tuple[Any, Loss, Any]] = [
-    *((model, squares, make_batch) for model in (Normalised, Centred, CentredOutputs, WithBuffer)),
+    *((model, squares, make_batch) for model in (Normalised, Centred, WithBuffer)),
     *((build_model, loss, make_batch) for loss in (root_of_squares, quantile, median)),
     (build_model, root_of_squares, with_ages),
 ]

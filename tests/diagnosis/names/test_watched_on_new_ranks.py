@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -38,16 +37,6 @@ def sharded_and_not_divided(model: nn.Module, shard: Any, rank: Rank) -> Gradien
     return whole(model)
 
 
-def in_a_mesh_and_not_divided(model: nn.Module, shard: Any, rank: Rank) -> None:
-    mesh = init_device_mesh("cpu", (rank.world_size,))
-    for rows, targets in halves(shard):
-        F.mse_loss(model(rows), targets).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=mesh.get_group())
-        parameter.grad /= rank.world_size
-
-
 def in_a_new_group_and_not_divided(model: nn.Module, shard: Any, rank: Rank) -> None:
     ddp = DistributedDataParallel(model, process_group=dist.new_group())
     for rows, targets in halves(shard):
@@ -55,9 +44,7 @@ def in_a_new_group_and_not_divided(model: nn.Module, shard: Any, rank: Rank) -> 
 
 
 @pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize(
-    "step", [sharded_and_not_divided, in_a_mesh_and_not_divided, in_a_new_group_and_not_divided]
-)
+@pytest.mark.parametrize("step", [sharded_and_not_divided, in_a_new_group_and_not_divided])
 def test_a_step_that_makes_a_group_is_watched_and_named_as_without_one(
     step: Any, layout: str
 ) -> None:

@@ -1,0 +1,531 @@
+"""The ranks train other weights, or read other examples, than they should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+from ddp_equivalence.diagnosis.examples_read import (
+    all_ranks_read_the_same,
+    example_numbers,
+    examples_seen,
+    passes_of_read_examples,
+    predictions_from_examples_read,
+    read_by_no_rank,
+    read_by_several_ranks,
+    read_equally_often,
+    read_more_than_once,
+    share_sizes,
+    texts_of_rows,
+)
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    indication_if,
+    ranks_by_number,
+)
+from ddp_equivalence.diagnosis.lines import of_data
+from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows, lines_that_share
+from ddp_equivalence.diagnosis.lines.origins import Sources
+from ddp_equivalence.diagnosis.lines.source import run_lines
+from ddp_equivalence.diagnosis.lines.words import counted, first_of, last_of, names_text
+from ddp_equivalence.diagnosis.reduced import groups_text
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
+
+BY_READING = "Gradients alone cannot decide: compare the examples that the ranks read."
+
+# The weights with which the ranks begin.
+
+
+def _weights_differ(view: View) -> Indication | None:
+    ranks_by_digest: dict[str, list[int]] = {}
+    for rank, observation in view.observed.by_rank.items():
+        if observation.forwards and observation.forwards[0].weights:
+            ranks_by_digest.setdefault(observation.forwards[0].weights, []).append(rank)
+    if not ranks_by_digest:
+        return None
+    groups = "; ".join(ranks_by_number(ranks) for ranks in ranks_by_digest.values())
+    return indication_if(
+        len(ranks_by_digest) > 1,
+        f"before the first forward pass, weights differ between these groups: {groups}",
+        "all ranks began the forward pass with the same weights",
+        conclusive=True,
+    )
+
+
+def _lines_of_weights(view: View) -> Sequence[PointedLine]:
+    """Where the weights came to differ, and a broadcast that has not made them equal."""
+
+    def sends_weights(call: Call) -> bool:
+        return (
+            call.backwards == 0
+            and call.collective is not None
+            and call.collective.contents in (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
+        )
+
+    calls = view.observed.calls
+    broadcasts = calls.places(Kind.COLLECTIVE, where=sends_weights)
+    pointed = []
+    for parted in _where_weights_part(view):
+        note = f"changes {names_text(parted.names)}; the weights differ between ranks from here on"
+        missing = "" if broadcasts else "a broadcast of all weights from rank 0"
+        pointed.append(parted.pointed(note, is_fault=not broadcasts, missing=missing))
+    for place in broadcasts[-1:]:
+        groups = groups_text(place.groups) if len(place.groups) > 1 else "one group"
+        if place.first.collective is not None:
+            note = f"{place.first.collective.op} of {names_text(place.names)} in {groups}"
+            pointed.append(place.pointed(f"{note}; weights differ after it", is_fault=True))
+    seeds = calls.places(Kind.SEED, where=lambda call: call.backwards == 0)
+    differ = [one for one in seeds if len({calls[-1].value for calls in one.by_rank.values()}) > 1]
+    return [*last_of(differ, "seeds differ between ranks", is_fault=False), *pointed]
+
+
+def _where_weights_part(view: View) -> list[CallSite]:
+    """The line after which the weights differed between ranks until the forward pass, if any."""
+    held = dict.fromkeys(view.observed.by_rank, "")  # the weights that the case gave to all ranks
+    parted: list[CallSite] = []
+    for place in view.observed.calls.places(Kind.WEIGHTS):
+        held |= {rank: calls[-1].what for rank, calls in place.by_rank.items()}
+        parted = (parted or [place]) if len(set(held.values())) > 1 else []
+    return parted
+
+
+# All ranks read the same.
+
+
+def _copies_of_one_shard(view: View) -> Sequence[Prediction]:
+    """The gradient of what all ranks read; if that is unknown, of the shard of any one rank."""
+    if view.observed.examples_read is not None:
+        return predictions_from_examples_read(view) if all_ranks_read_the_same(view) else ()
+    contributions = view.parts.contributions()
+    if contributions is None or view.world_size == 1:
+        return ()
+    return tuple(
+        Prediction(view.on_every_rank(contribution), f"the shard of rank {rank}")
+        for rank, contribution in enumerate(contributions)
+    )
+
+
+def _same_read(view: View) -> Indication | None:
+    if view.observed.examples_read is None:
+        return None
+    return indication_if(
+        all_ranks_read_the_same(view),
+        f"every rank read {examples_seen(view, _read_by_rank_0(view))}",
+        "the ranks read different examples",
+    )
+
+
+def _read_by_rank_0(view: View) -> list[int]:
+    read = view.observed.examples_read or ((),)
+    return sorted({index for part in read[0] for index in part})
+
+
+def _lines_that_give_all_the_same(view: View) -> Sequence[PointedLine]:
+    """The sampler or loader that gives all ranks the same, and where this is read."""
+    pointed = [
+        place.pointed(f"{place.first.what} on every rank", is_fault=True)
+        for place in _samplers_of_one_rank(view)
+    ]
+    if not pointed and not of_data.samplers(view):
+        pointed = [
+            place.pointed(f"no DistributedSampler: {place.first.what} on every rank", is_fault=True)
+            for place in of_data.loaders(view)
+            if len(place.ranks) == view.world_size
+        ]
+    pointed = pointed or [
+        place.pointed(f"{place.first.collective.op} in {groups_text(place.groups)}")
+        for place in of_data.data_collectives(view)
+        if place.first.collective is not None
+    ]
+    pointed = pointed or lines_that_share(view)
+    numbers = example_numbers(_read_by_rank_0(view), most=4)
+    note = f"all {view.world_size} ranks read {numbers}" if view.observed.examples_read else ""
+    read = first_of(of_data.reads(view), note, not any(one.is_fault for one in pointed))
+    return of_data.with_reads(pointed[-2:], read)
+
+
+def _samplers_of_one_rank(view: View) -> list[CallSite]:
+    """The lines that made samplers which give all ranks the same examples."""
+    return [
+        place
+        for place in of_data.samplers(view)
+        if len({calls[-1].what for calls in place.by_rank.values()}) == 1
+        and len(place.ranks) == view.world_size
+    ]
+
+
+def _mend_same_data(view: View) -> str:
+    size = view.world_size
+    if _samplers_of_one_rank(view):
+        return f"give DistributedSampler num_replicas={size} and the number of its own rank."
+    if of_data.loaders(view) and not of_data.samplers(view):
+        return f"give the DataLoader a DistributedSampler with num_replicas={size} and its rank."
+    count = view.setting.example_count
+    return f"let each of the {size} ranks read other ones of the {count} examples."
+
+
+# Ranks take slices of orders of their own.
+
+Order = tuple[int, ...]
+
+
+def _slices_of_own_orders(view: View) -> Sequence[Prediction]:
+    if not ranks_shuffled_apart(view):
+        return ()
+    repeated, unread = len(read_more_than_once(view)), len(read_by_no_rank(view))
+    detail = f"{repeated} examples read more than once, and {unread} by no rank"
+    return predictions_from_examples_read(view, detail)
+
+
+def ranks_shuffled_apart(view: View) -> bool:
+    """True if the ranks read slices of the right size that overlap as those of one order cannot.
+
+    No rank reads an example twice, and all ranks together read as many as there are.
+    """
+    read = view.observed.examples_read
+    if read is None or view.world_size == 1:
+        return False
+    orders = [tuple(index for part in parts for index in part) for parts in read]
+    lengths = [len(order) for order in orders]
+    as_many = abs(sum(lengths) - view.setting.example_count) < view.world_size
+    if not as_many or max(lengths) - min(lengths) > 1:
+        return False
+    if any(len(set(order)) < len(order) for order in orders) or all(map(_is_regular, orders)):
+        return False
+    return any(_overlap_inside(one, other) for one, other in combinations(orders, 2))
+
+
+def _is_regular(order: Order) -> bool:
+    """True for examples at equal distances, as a slice of an order that is not shuffled has."""
+    return len({after - before for before, after in pairwise(order)}) <= 1
+
+
+def _overlap_inside(one: Order, other: Order) -> bool:
+    """True if the two share examples, and are not neighbouring slices of one order."""
+    shared = set(one) & set(other)
+    size = len(shared)
+    neighbours = one[len(one) - size :] == other[:size] or other[len(other) - size :] == one[:size]
+    return bool(shared) and not neighbours
+
+
+def _other_orders(view: View) -> Indication | None:
+    if not ranks_shuffled_apart(view):
+        return None
+    repeated, unread = read_more_than_once(view), read_by_no_rank(view)
+    return Indication(
+        True,
+        f"the ranks read slices of different orders: {examples_seen(view, repeated)} (of "
+        f"{view.setting.example_count}) read more than once, {example_numbers(unread)} by no rank",
+    )
+
+
+def _lines_that_shuffle(view: View) -> Sequence[PointedLine]:
+    """Where the order is made, if that was seen; else where the model gets its rows."""
+    calls = view.observed.calls
+    seeds = [place for place in calls.places(Kind.SEED, Kind.SHUFFLE) if _differs_by_rank(place)]
+    shuffles = calls.places(Kind.SHUFFLE)
+    if seeds:
+        values = ", ".join(f"{seeds[-1].by_rank[rank][0].value:g}" for rank in seeds[-1].ranks[:6])
+        seeded = seeds[-1].pointed(f"the seeds of the ranks: {values}", is_fault=True)
+        return [seeded, *(place.pointed() for place in shuffles[:1] if place.line != seeded.line)]
+    for place in shuffles[-1:]:
+        of_rank = Sources(run_lines(view, place.ranks[0])).lines_of_rank(place.line)[:1]
+        seeding = [PointedLine(one, "is made with the rank", True) for one in of_rank]
+        return [*seeding, place.pointed("each rank's order is another one", is_fault=True)]
+    note = "the model reads other examples than its share"
+    return lines_that_share(view) or first_of(calls.places(Kind.FORWARD), note)
+
+
+def _differs_by_rank(place: CallSite) -> bool:
+    """True if the ranks gave different seeds here."""
+    values = {place.by_rank[rank][0].value for rank in place.ranks}
+    return len(values) > 1 and None not in values
+
+
+# Ranks share examples, as where the line that takes a rank's share is wrong.
+
+
+def _overlapping_shares(view: View) -> Sequence[Prediction]:
+    if not _shares_overlap(view):
+        return ()
+    return predictions_from_examples_read(view, "; ".join(texts_of_rows(view)), counts_all=True)
+
+
+def _shares_overlap(view: View) -> bool:
+    """True if several ranks read the same examples, and no other cause says why.
+
+    Ranks that share a model read the same ones: all examples are then read equally often.
+    """
+    if all_ranks_read_the_same(view) or ranks_shuffled_apart(view) or _is_padding(view):
+        return False
+    if passes_of_read_examples(view) or lines_that_replace_rows(view):
+        return False
+    return bool(read_by_several_ranks(view)) and not read_equally_often(view)
+
+
+def _who_reads_what(view: View) -> Indication | None:
+    if view.observed.examples_read is None or not _shares_overlap(view):
+        return None
+    return Indication(True, "; ".join(texts_of_rows(view)))
+
+
+def _lines_of_overlapping_shares(view: View) -> Sequence[PointedLine]:
+    """The lines that choose what a rank reads, and where it is read."""
+    ranks = next(iter(read_by_several_ranks(view)), ())
+    sharing = of_data.lines_of_wrong_samplers(view)[:2] or lines_that_share(view, ranks)
+    read = [
+        place.pointed(of_data.what_was_read(view, place, ranks), is_fault=not sharing)
+        for place in of_data.reads(view)
+        if set(ranks) & set(place.ranks)
+    ]
+    return of_data.with_reads(sharing, read[-1:])
+
+
+def _mend_overlap(view: View) -> str:
+    several = sorted(one for examples in read_by_several_ranks(view).values() for one in examples)
+    text = f"let only one rank read {example_numbers(several, most=4)}"
+    unread = read_by_no_rank(view)
+    return f"{text}, and one read {example_numbers(unread, most=4)}." if unread else f"{text}."
+
+
+# Examples that pad all shards to the same length are counted twice.
+
+
+def _padded(view: View) -> Sequence[Prediction]:
+    repeated = read_more_than_once(view)
+    if not _is_padding(view) or all_ranks_read_the_same(view) or ranks_shuffled_apart(view):
+        return ()
+    detail = f"{examples_seen(view, repeated)} read more than once"
+    return predictions_from_examples_read(view, detail, counts_all=True)
+
+
+def _is_padding(view: View) -> bool:
+    """True if examples were read again so that all ranks read equally many, and none is missing.
+
+    A rank that goes twice over its own examples pads nothing, and neither do slices that overlap.
+    """
+    if not read_more_than_once(view) or read_by_no_rank(view) or passes_of_read_examples(view):
+        return False
+    if _are_overlapping_slices(view):
+        return False
+    return len(share_sizes(view)) == 1 or not read_by_several_ranks(view)
+
+
+def _are_overlapping_slices(view: View) -> bool:
+    """True if each rank read examples that follow each other, where there is nothing to pad.
+
+    A sampler pads with the first examples, or with the last of a rank, until the ranks can read
+    equally many. Examples that the ranks could share equally need no padding.
+    """
+    read = view.observed.examples_read
+    if read is None or view.setting.example_count % view.world_size:
+        return False
+    by_rank = [sorted({one for part in parts for one in part}) for parts in read]
+    follow = all(one and one[-1] - one[0] == len(one) - 1 for one in by_rank)
+    return follow and bool(read_by_several_ranks(view))
+
+
+def _read_again(view: View) -> Indication | None:
+    if view.observed.examples_read is None:
+        return None
+    repeated = read_more_than_once(view)
+    if repeated and read_by_no_rank(view):
+        return Indication(False, "some examples were read twice, but others by no rank")
+    if repeated and passes_of_read_examples(view):
+        return Indication(False, "ranks read a micro-batch of their own once more")
+    if repeated and not _is_padding(view):
+        return Indication(False, "examples were read again, and yet the ranks read unequally many")
+    return indication_if(
+        bool(repeated),
+        f"{examples_seen(view, repeated)} (of {view.setting.example_count}) read more than once",
+        "no example was read twice",
+    )
+
+
+def _lines_that_pad(view: View) -> Sequence[PointedLine]:
+    """The sampler that pads, or the lines where examples are read again."""
+    repeated = read_more_than_once(view)
+    pads = [
+        place.pointed(f"pads {place.first.value:.0f} examples by {padding}", is_fault=True)
+        for place in of_data.samplers(view)
+        if (padding := of_data.padding_of(place))
+    ]
+    pads = pads or of_data.line_that_repeats(view, repeated)
+    pads = pads or of_data.lines_of_own_sampler(view) or lines_that_share(view)
+    pointed = [
+        place.pointed(_who_read(view, place, repeated[:2]), is_fault=not pads)
+        for place in of_data.reads(view)
+        if of_data.ranks_that_read(view, place, repeated)
+    ]
+    return [*pads[:2], *pointed[: 3 - len(pads[:2])]]
+
+
+def _who_read(view: View, place: CallSite, examples: Sequence[int]) -> str:
+    readers = {one: of_data.ranks_that_read(view, place, [one]) for one in examples}
+    return "; ".join(
+        f"{ranks_by_number(ranks)} read{'s' if len(ranks) == 1 else ''} example {one}"
+        for one, ranks in readers.items()
+        if ranks
+    )
+
+
+def _mend_padding(view: View) -> str:
+    names = example_numbers(read_more_than_once(view), most=4)
+    count = view.setting.example_count
+    return f"count {names} once: give the repetitions no weight, and divide by {count}."
+
+
+# Examples that no rank reads.
+
+
+def _without_dropped(view: View) -> Sequence[Prediction]:
+    """The gradient of the examples read, if some were not read and none was read twice, or if a
+    collective gave ranks the rows of others.
+    """
+    if view.observed.examples_read is None:
+        return ()
+    if read_more_than_once(view) and not lines_that_replace_rows(view):
+        return ()
+    dropped = read_by_no_rank(view)
+    detail = f"without {examples_seen(view, dropped)}"
+    return predictions_from_examples_read(view, detail, counts_all=True) if dropped else ()
+
+
+def _not_read(view: View) -> Indication | None:
+    if view.observed.examples_read is None:
+        return None
+    dropped = read_by_no_rank(view)
+    return indication_if(
+        bool(dropped),
+        f"no rank read {examples_seen(view, dropped)} (of {view.setting.example_count})",
+        "every example was read",
+    )
+
+
+def _lines_that_drop(view: View) -> Sequence[PointedLine]:
+    """The sampler or loader that drops examples, or the lines where too few are read."""
+    drops = [
+        place.pointed(f"leaves out {dropped} examples", is_fault=True)
+        for place in of_data.samplers(view)
+        if (dropped := of_data.dropped_by(place))
+    ]
+    drops += [
+        place.pointed("leaves out a last batch that is not full", is_fault=True)
+        for place in of_data.loaders(view)
+        if of_data.last_batch_of(view, place)
+    ]
+    drops = (
+        lines_that_replace_rows(view)
+        or of_data.lines_of_wrong_samplers(view)
+        or drops
+        or of_data.line_that_drops(view, read_by_no_rank(view))
+        or of_data.lines_of_own_sampler(view)
+        or of_data.lines_that_leave_out(view)
+    )
+    read = [
+        place.pointed(of_data.what_was_read(view, place), is_fault=not drops)
+        for place in of_data.reads(view)
+    ]
+    return of_data.with_reads(drops[:2], read[-1:])
+
+
+def _mend_dropped(view: View) -> str:
+    if lines_that_replace_rows(view):
+        return "let every rank keep the rows that it was given."
+    dropped, count = read_by_no_rank(view), view.setting.example_count
+    return f"let a rank read {example_numbers(dropped, most=4)} too, and divide by {count}."
+
+
+CAUSES = (
+    Hypothesis(
+        name="weights_differ_between_ranks",
+        sentence="The ranks did not begin the forward pass with the same weights, so that "
+        "gradients of different models were averaged.",
+        look_at="the broadcast of the initial weights (DistributedDataParallel does it; code that "
+        "averages by hand must do it too), and seeds that depend on the rank",
+        headline="ranks begin with different weights",
+        tell_apart="Gradients alone cannot decide: compare the weights before the forward pass.",
+        indication=_weights_differ,
+        lines=_lines_of_weights,
+        mend=lambda view: (
+            f"broadcast all {counted(len(view.parameters.names), 'parameter')} from rank 0 before "
+            "the first forward pass."
+        ),
+        invalidates_gradients=True,
+    ),
+    Hypothesis(
+        name="every_rank_same_data",
+        sentence="All ranks read the same examples, so that the average is over copies of one "
+        "shard.",
+        look_at="a DistributedSampler: it is missing, or every rank passes it the same rank",
+        headline="every rank reads the same examples",
+        tell_apart=BY_READING,
+        held=_copies_of_one_shard,
+        indication=_same_read,
+        lines=_lines_that_give_all_the_same,
+        mend=_mend_same_data,
+        of_rows=True,
+    ),
+    Hypothesis(
+        name="ranks_shuffle_apart",
+        sentence="Each rank took its slice of an order of its own: some examples were read by "
+        "several ranks, and others by none.",
+        look_at="the seed of the sampler or of the permutation, which must be the same on all "
+        "ranks, and may change only with the epoch",
+        headline="each rank shuffles in its own order",
+        tell_apart="Do not shuffle: this difference then goes away.",
+        held=_slices_of_own_orders,
+        indication=_other_orders,
+        lines=_lines_that_shuffle,
+        mend="shuffle with the same seed on every rank, and take the rank's slice of that one "
+        "order.",
+        of_rows=True,
+    ),
+    Hypothesis(
+        name="shares_overlap",
+        sentence="Several ranks read the same examples, which then count more than once.",
+        look_at="the line that takes a rank's share of the examples: a slice, a stride or a "
+        "condition on the rank, which must give every example to one rank",
+        headline="several ranks read the same examples",
+        tell_apart=BY_READING,
+        held=_overlapping_shares,
+        indication=_who_reads_what,
+        lines=_lines_of_overlapping_shares,
+        mend=_mend_overlap,
+        of_rows=True,
+    ),
+    Hypothesis(
+        name="sampler_padding_counted",
+        sentence="Some examples were read more than once and counted each time. A sampler does "
+        "this to pad all shards to the same length.",
+        look_at="DistributedSampler(drop_last=False) where the number of examples is not a "
+        "multiple of the number of ranks: give the repeated examples no weight, or use uneven "
+        "shards with a global mean",
+        headline="some examples are counted twice",
+        tell_apart="Use a multiple of the number of ranks as the number of examples: no padding is "
+        "then needed.",
+        held=_padded,
+        indication=_read_again,
+        lines=_lines_that_pad,
+        mend=_mend_padding,
+        of_rows=True,
+    ),
+    Hypothesis(
+        name="examples_dropped",
+        sentence="Some examples of the big batch were read by no rank.",
+        look_at="drop_last, a sampler or a slice whose length is rounded down, or a filter on one "
+        "rank",
+        headline="no rank reads some examples",
+        tell_apart="Use a multiple of the number of ranks as the number of examples: nothing is "
+        "then dropped.",
+        held=_without_dropped,
+        indication=_not_read,
+        lines=_lines_that_drop,
+        mend=_mend_dropped,
+        of_rows=True,
+    ),
+)

@@ -1,0 +1,604 @@
+"""All gradients have one wrong factor: a sum where a mean is meant, or another divisor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes.losses import (
+    is_mean_over_examples,
+    mend_counts,
+    unit_of_means,
+)
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    Words,
+    WrongFactor,
+    common_loss_factor,
+    every_loss_is_the_big_batch_loss,
+    losses_close,
+    on_every_rank,
+)
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    averages,
+    by_hand,
+    common_factor,
+    ddp_reduces,
+    hook_was_registered,
+    in_hook,
+    is_unseen,
+    line_of_reduction,
+    line_that_scales,
+    line_that_scales_gradients,
+    lines_of_divisor,
+    lines_of_hook_number,
+)
+from ddp_equivalence.diagnosis.lines.words import first_of, in_order
+from ddp_equivalence.diagnosis.reduced import sum_is_right, sums_repeated
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.own_gradient import backward_alone_is_wrong
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
+
+EQUAL = 1e-4
+"""Two factors are equal if they differ by less, relative to the larger one. A divisor is a whole
+number if it is as near to one."""
+
+OTHER_WORLD_SIZE = "Use another world size: no other cause has a factor that changes with it."
+
+# Whether a factor that all gradients have comes with the number of ranks.
+
+
+def _is_common(view: View, factor: float) -> bool:
+    held = common_factor(view)
+    return held is not None and _equal(held, factor)
+
+
+def _also_on_one_rank(view: View, factor: float) -> Indication | None:
+    """Speaks against a cause that ranks bring about, if one rank leaves the same factor.
+
+    None if all gradients on all ranks have another factor, and if one rank's is not known.
+    """
+    alone = view.factor_on_one_rank() if _is_common(view, factor) else None
+    if alone is None or not _equal(alone, factor):
+        return None
+    times = text_of(factor, ".4g")
+    because = f"on one rank with the whole batch the step leaves {times} times as much, too"
+    return Indication(False, because)
+
+
+def _equal(factor: float, other: float) -> bool:
+    return abs(factor - other) <= EQUAL * max(abs(factor), abs(other))
+
+
+def _averages_once(view: View) -> bool:
+    """True where several ranks' gradients should be averaged once, not added up."""
+    return view.world_size > 1 and not view.parts.add_up_to_the_big_batch
+
+
+def _backwards_of_a_rank(view: View) -> int:
+    return max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
+
+
+# The mean of what should be added up.
+
+
+def _mean_of_a_sum(view: View) -> Sequence[Prediction]:
+    """The mean of parts that add up to the big batch, over all ranks or only over the nodes."""
+    contributions, total = view.parts.contributions(), view.parts.total()
+    if contributions is None or total is None or view.parts.count == 1:
+        return ()
+    # Every part has the gradient of the data-independent terms; the big batch has it only once.
+    constant = view.examples.data_independent_gradient()
+    data = total if constant is None else total - view.parts.count * constant
+    big_batch = data if constant is None else data + constant
+    # Unlike add_up_to_the_big_batch, this also holds if one part has all the data.
+    adds_up = nearly_equal(total, view.expected) and _is_a_sum(view)
+    adds_up_but_for_constant = constant is not None and nearly_equal(big_batch, view.expected)
+    if not adds_up and not adds_up_but_for_constant:
+        return ()
+    mean_of_ranks = on_every_rank(view, contributions.mean(0))
+    nodes = view.setting.layout.nodes
+    if nodes == 1:
+        return mean_of_ranks
+    between = big_batch - data * (1 - 1 / nodes)
+    return *mean_of_ranks, *on_every_rank(view, between, detail="averaged only between the nodes")
+
+
+def _is_a_sum(view: View) -> bool:
+    """True if the parts add up because the loss is a sum, not because only one part has any data.
+
+    Of a mean, a part that has all the data is the big batch too; but its halves do not add up.
+    """
+    if view.parts.add_up_to_the_big_batch:
+        return True
+    gradient = view.examples.gradient
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    with_data = [(one, len(one) // 2) for one in parts if bool(gradient(one).any())]
+    return all(
+        not half or nearly_equal(gradient(one[:half]) + gradient(one[half:]), gradient(one))
+        for one, half in with_data
+    )
+
+
+def _averaged_over_ranks(view: View) -> Sequence[WrongFactor]:
+    if view.world_size == 1 or not view.parts.add_up_to_the_big_batch:
+        return ()
+    return (WrongFactor(1 / view.world_size, f"divided by {view.world_size}, the number of ranks"),)
+
+
+def _lines_that_average(view: View) -> Sequence[PointedLine]:
+    """Where the loss is summed, and where the gradients are averaged."""
+    count = view.world_size
+    divided = line_that_scales(view, 1 / count)
+    if divided is not None:
+        return in_order(view, line_of_reduction(view), divided)
+    if by_hand(view) or in_hook(view):
+        return in_order(view, line_of_loss(view), line_of_reduction(view, is_fault=True))
+    loss = line_of_loss(view, "a sum over examples", True, f"a multiplication by {count}", True)
+    return in_order(view, loss, line_of_reduction(view))
+
+
+def _mend_mean(view: View) -> str:
+    count = view.world_size
+    if line_that_scales_gradients(view, 1 / count) is not None:
+        return f"do not divide the gradients by {count}: those of a summed loss add up."
+    if line_that_scales(view, 1 / count) is not None:
+        return f"do not divide the loss by {count}: the gradients of a summed loss add up."
+    if is_unseen(view):
+        return f"add the gradients up, or multiply the loss by {count} where they are averaged."
+    if by_hand(view) or in_hook(view):
+        return f"add the gradients of the {count} ranks up (ReduceOp.SUM), and do not divide them."
+    return f"multiply the summed loss by {count} before backward: DDP averages over {count} ranks."
+
+
+# The sum of what should be averaged.
+
+
+def _sum_of_ranks(view: View) -> Sequence[Prediction]:
+    """The sum of what the ranks contribute, and the world size times the big batch."""
+    sums = [view.world_size * view.expected]
+    contributions = view.parts.contributions()
+    if contributions is not None:
+        sums.append(contributions.sum(0))
+        constant = view.examples.data_independent_gradient()
+        if constant is not None:
+            # The data-independent terms may have been kept out of the sum.
+            sums.append(contributions.sum(0) - (view.world_size - 1) * constant)
+    return on_every_rank(view, *sums)
+
+
+def _added_over_ranks(view: View) -> Sequence[WrongFactor]:
+    return (WrongFactor(view.world_size, f"multiplied by {view.world_size}, the number of ranks"),)
+
+
+def _no_sum(view: View) -> Indication | None:
+    """Speaks against a sum if what differs was divided, or went into several sums.
+
+    Also against it if one rank, which has nothing to add up, leaves the same factor.
+    """
+    count, differing = view.world_size, view.measured.differing
+    if differing and differing <= set(sums_repeated(view)):
+        return Indication(False, "the gradients that differ went into several sums over all ranks")
+    if sum_is_right(view) and line_that_scales_gradients(view, count) is None:
+        return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
+    divided = {name for one in view.observed.calls.multiplied_by(1 / count) for name in one.names}
+    if view.measured.only_some_parameters_differ and differing <= divided:
+        return Indication(False, f"a line divides these gradients by {count}")
+    return _also_on_one_rank(view, count)
+
+
+def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
+    """Where gradients are added up, and where they or the loss are multiplied."""
+    count = view.world_size
+    scaled, divided = line_that_scales(view, count), line_that_scales(view, 1 / count)
+    if scaled is not None:
+        return in_order(view, line_of_reduction(view), scaled)
+    if divided is not None:
+        return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
+    # What becomes of a copy of the gradients is not watched.
+    in_place = by_hand(view) and all(
+        place.first.collective is not None and place.first.collective.contents is Contents.GRADIENTS
+        for place in by_hand(view)
+    )
+    undivided = "; no line divides them" if in_place else ""
+    missing = f"a division of the gradients by {count}"
+    return in_order(view, line_of_reduction(view, lambda seen: f"{seen}{undivided}", True, missing))
+
+
+def _mend_sum(view: View) -> str:
+    count = view.world_size
+    if line_that_scales(view, count) is not None:
+        what = "the loss" if line_that_scales_gradients(view, count) is None else "the gradients"
+        why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
+        if _means_weigh_unequally(view):
+            # Without this factor the loss would still be a mean over the rank's own count.
+            return mend_counts(view)
+        return f"do not multiply {what} by {count}{why}."
+    if is_unseen(view):
+        return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
+    where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
+    return f"divide the gradients by {count}, the number of ranks, {where}."
+
+
+def _means_weigh_unequally(view: View) -> bool:
+    """True if the ranks' means do not weigh as they should either, as counts of them show."""
+    contributions = view.parts.contributions()
+    if contributions is None or nearly_equal(contributions.mean(0), view.expected):
+        return False
+    return is_mean_over_examples(view) or unit_of_means(view) is not None
+
+
+# One division by the number of ranks too many.
+
+
+def _divided_once_more(view: View) -> Sequence[Prediction]:
+    """The big batch, or the mean of what the ranks contribute, divided by the world size."""
+    means = [view.expected]
+    contributions = view.parts.contributions()
+    if contributions is not None:
+        means.append(contributions.mean(0))
+    return on_every_rank(view, *(mean / view.world_size for mean in means))
+
+
+def _one_over_ranks(view: View) -> Sequence[WrongFactor]:
+    detail = f"divided by {view.world_size}, the number of ranks, once more"
+    return (WrongFactor(1 / view.world_size, detail),)
+
+
+def _no_second_division(view: View) -> Indication | None:
+    """Speaks against it if a loss over gathered outputs, backward, or one rank has the factor."""
+    if every_loss_is_the_big_batch_loss(view) and view.observed.a_rank_gathered:
+        because = "every rank's loss is that of the whole batch, which explains the factor"
+        return Indication(False, because)
+    if backward_alone_is_wrong(view):
+        because = "the ranks hold the mean of what they computed, and began at the right losses"
+        return Indication(False, because)
+    return _also_on_one_rank(view, 1 / view.world_size)
+
+
+def _divided_loss(view: View) -> PointedLine | None:
+    """The line that divides the loss by the number of ranks; None if its loss is the right one."""
+    line = line_that_scales_loss(view, 1 / view.world_size)
+    common = common_loss_factor(view)
+    if line is None or common is None:
+        return line
+    return None if losses_close(common * _backwards_of_a_rank(view), 1.0) else line
+
+
+def _divisions(view: View) -> list[PointedLine]:
+    """The lines that divide the loss, or all gradients, by the number of ranks, the first first."""
+    loss, places = _divided_loss(view), view.observed.calls.multiplied_by(1 / view.world_size)
+    found = [] if loss is None else [loss]
+    for place in places:
+        changed = [name for call in place.calls for name in (call.change or call).names]
+        times = min(map(changed.count, view.measured.differing), default=0)
+        often = f", and some of them {times} times" if times > 1 else ""
+        note = f"divides the gradients by {view.world_size}{often}"
+        found += [place.pointed(note, is_fault=True)] * times
+    return found
+
+
+def _divided_again(view: View) -> bool:
+    """True if a division by the number of ranks was seen, beside one that is right."""
+    return len(_divisions(view)) > (0 if averages(view) else 1)
+
+
+def _lines_that_divide_twice(view: View) -> Sequence[PointedLine]:
+    """Where the gradients are averaged, and where they or the loss are divided once more."""
+    divisions = _divisions(view)
+    if _divided_again(view):
+        *others, last = divisions
+        before = replace(others[-1], is_fault=False) if others and not averages(view) else None
+        return in_order(view, before or line_of_reduction(view), last)
+    if len(view.measured.differing) < len(view.parameters.names):
+        note = "sets by what FSDP divides, in this module alone: not in those sharded inside it"
+        of_fsdp = view.observed.calls.places(Kind.DIVIDE_FACTOR)
+        if of_fsdp:
+            return [place.pointed(note, is_fault=True) for place in of_fsdp]
+    shown = replace(divisions[-1], is_fault=False) if divisions else None
+    # What a communication hook does to its bucket is not watched; nothing else divides.
+    hides = not divisions and bool(in_hook(view)) and not by_hand(view)
+    return in_order(view, line_of_reduction(view, is_fault=hides), shown)
+
+
+def _words_of_two_divisions(view: View) -> Words | None:
+    """Less than the sentence says, where it was not seen that both divisions are by the ranks."""
+    count = view.world_size
+    if not _divided_again(view):
+        headline = f"gradients are 1/{count} of what they should be"
+        sentence = (
+            f"Gradients are 1/{count} of what they should be. A second division by {count}, the "
+            "number of ranks, explains this, but none was seen."
+        )
+        return Words(sentence, headline, is_guess=True)
+    alone = view.factor_on_one_rank() if _is_common(view, 1 / count) else None
+    if alone is not None and _equal(alone, 1.0):
+        return None  # the factor comes with the ranks
+    by_loss = _divided_loss(view) is not None
+    what = "the loss and the gradients are" if by_loss else "the gradients are"
+    if averages(view):
+        what = "the gradients are" if _divides_gradients(view) else "the loss is"
+        what = f"{_who_averages(view)}, and {what}"
+    headline = f"{what} divided by {count}" + ("" if averages(view) or by_loss else " twice")
+    sentence = (
+        f"{headline[:1].upper()}{headline[1:]}, so that gradients are 1/{count} of what they "
+        f"should be. It was not seen whether this {count} is the number of ranks."
+    )
+    return Words(sentence, headline)
+
+
+def _divides_gradients(view: View) -> bool:
+    return bool(view.observed.calls.multiplied_by(1 / view.world_size))
+
+
+def _who_averages(view: View) -> str:
+    return "ReduceOp.AVG averages" if by_hand(view) else "DDP averages"
+
+
+def _mend_two_divisions(view: View) -> str:
+    count = view.world_size
+    if averages(view) and _divided_again(view):
+        what = "the gradients" if _divides_gradients(view) else "the loss"
+        who = _who_averages(view)
+        return f"do not divide {what} by {count}: {who} over the {count} ranks already."
+    if hook_was_registered(view) and in_hook(view) and not by_hand(view):
+        return f"divide by {count}, the number of ranks, once in the hook."
+    return f"divide by {count}, the number of ranks, once: in the loss or after the reduction."
+
+
+# A division by the ranks of one node, or by a number that is not that of the ranks.
+
+
+def _divided_by_own_node(view: View) -> Sequence[Prediction]:
+    """The sum of the local gradients, divided by the number of ranks on each rank's own node."""
+    if view.setting.layout.nodes == 1:
+        return ()
+    sizes = [row.local_world_size for row in view.setting.layout.rows]
+    divisors = torch.tensor(sizes, dtype=view.expected.dtype)[:, None]
+    return tuple(
+        Prediction(view.on_reporting_ranks(local.sum(0) / divisors))
+        for local in view.local_gradients
+    )
+
+
+def _nodes_of_equal_size(view: View) -> Sequence[WrongFactor]:
+    layout = view.setting.layout
+    sizes = {row.local_world_size for row in layout.rows}
+    if len(sizes) > 1 or layout.nodes == 1 or view.parts.add_up_to_the_big_batch:
+        return ()
+    return (WrongFactor(view.world_size / sizes.pop(), "all ranks over the ranks of a node"),)
+
+
+def _local_world_size(view: View) -> int:
+    """The number of ranks on the node of the lowest rank that was observed."""
+    return view.setting.layout.rows[min(view.observed.by_rank, default=0)].local_world_size
+
+
+def _division_by_node(view: View) -> Indication | None:
+    """Looks for a line that divides by the ranks of a node; a factor on one rank is not theirs."""
+    local = _local_world_size(view)
+    for one in _nodes_of_equal_size(view):
+        alone = _also_on_one_rank(view, one.value)
+        if alone is not None:
+            return alone
+        if _is_that_of_losses(view, one.value):
+            return Indication(False, "the losses at which backward began have this factor already")
+        # With one rank on a node there is nothing to divide, and with one node it is right.
+        if local > 1 and line_that_scales_gradients(view, 1 / local) is not None:
+            return Indication(True, f"the gradients were divided by {local}, the ranks of one node")
+    return None
+
+
+def _is_that_of_losses(view: View, factor: float) -> bool:
+    """True if each rank's losses together are this multiple of the loss of its rows."""
+    common, held = common_loss_factor(view), common_factor(view)
+    if common is None or held is None or not losses_close(held, factor):
+        return False
+    return losses_close(common * _backwards_of_a_rank(view), factor)
+
+
+def _words_of_node(view: View) -> Words | None:
+    """Less than the sentence says, where no division was seen."""
+    local = _local_world_size(view)
+    for one in _nodes_of_equal_size(view):
+        if line_that_scales(view, 1 / local) or _lines_of_hook(view):
+            return None
+        factor = text_of(one.value, ".4g")
+        sentence = (
+            f"Gradients are {factor} times what they should be. A division by {local}, the ranks "
+            f"of one node, in place of {view.world_size} explains this, but none was seen."
+        )
+        return Words(sentence, f"gradients are {factor} times too large", is_guess=True)
+    return None
+
+
+def _lines_of_hook(view: View) -> list[PointedLine]:
+    return lines_of_hook_number(view, _local_world_size(view), "the ranks of one node")
+
+
+def _lines_that_divide_by_node(view: View) -> Sequence[PointedLine]:
+    """Where the gradients are added up, and where they are divided."""
+    divided = line_that_scales(view, 1 / _local_world_size(view))
+    if divided is None:
+        in_its_hook = _lines_of_hook(view)
+        return in_order(view, line_of_reduction(view, is_fault=not in_its_hook), *in_its_hook)
+    rank = min(view.observed.by_rank, default=0)
+    return in_order(
+        view,
+        line_of_reduction(view),
+        replace(divided, note=f"{divided.note}, the ranks of one node"),
+        *lines_of_divisor(view, rank, divided.line),
+    )
+
+
+def _wrong_divisor(view: View) -> int | None:
+    """The number that every rank was seen to divide by; None if it is the right one, or unknown.
+
+    A number that other causes explain is left to them.
+    """
+    by_rank = [
+        {_divisor(call) for call in view.observed.calls.of(rank)} - {None}
+        for rank in view.observed.by_rank
+    ]
+    divisors = set.intersection(*by_rank) if by_rank else set()
+    if len(divisors) != 1 or view.parts.add_up_to_the_big_batch or not _all_ranks_add_up(view):
+        return None
+    divisor = divisors.pop()
+    if divisor is None or divisor == view.world_size:
+        return None
+    others = (*AVERAGED_TWICE.factors(view), *LOCAL_WORLD_SIZE.factors(view))
+    factor = view.world_size / divisor
+    return None if any(abs(one.value / factor - 1) < EQUAL for one in others) else divisor
+
+
+def _divisor(call: Call) -> int | None:
+    """The whole number that this call divided gradients by; None if it did not."""
+    factor = call.change.factor if call.change is not None else None
+    if factor is None or not 0 < factor < 1:
+        return None
+    number = round(1 / factor)
+    return number if abs(1 / factor - number) < EQUAL * number else None
+
+
+def _all_ranks_add_up(view: View) -> bool:
+    """True if gradients were added up over all ranks, and nothing else was done with them."""
+    reduced = [
+        call.collective
+        for rank in view.observed.by_rank
+        for call in view.observed.calls.of(rank)
+        if reduces_gradients(call)
+    ]
+    return bool(reduced) and all(
+        one is not None and one.reduce_op == "SUM" and len(one.ranks) == view.world_size
+        for one in reduced
+    )
+
+
+def _ranks_over_divisor(view: View) -> Sequence[WrongFactor]:
+    divisor = _wrong_divisor(view)
+    if divisor is None:
+        return ()
+    detail = f"divided by {divisor}, where there are {view.world_size} ranks"
+    return (WrongFactor(view.world_size / divisor, detail),)
+
+
+def _one_divisor(view: View) -> Indication | None:
+    divisor = _wrong_divisor(view)
+    if divisor is None:
+        return None
+    return Indication(True, f"every rank divided its gradients by {divisor}")
+
+
+def _lines_of_wrong_divisor(view: View) -> Sequence[PointedLine]:
+    divisor = _wrong_divisor(view)
+    places = view.observed.calls.multiplied_by(1 / divisor)[:1] if divisor else []
+    return [
+        *first_of(view.observed.calls.reductions, is_fault=False),
+        *first_of(places, f"divides by {divisor}; there are {view.world_size} ranks"),
+        *(line for one in places for line in lines_of_divisor(view, one.ranks[0], one.line)),
+    ]
+
+
+MEAN_NOT_SUM = Hypothesis(
+    name="mean_not_sum",
+    sentence="The loss is a sum over examples, and the gradients were averaged over the ranks.",
+    look_at="the reduction of the loss: under DDP, multiply a summed loss by the world size",
+    headline="a summed loss is averaged over ranks",
+    tell_apart=OTHER_WORLD_SIZE,
+    held=_mean_of_a_sum,
+    multiples=_averaged_over_ranks,
+    indication=lambda view: _also_on_one_rank(view, 1 / view.world_size),
+    lines=_lines_that_average,
+    mend=_mend_mean,
+    limits_must_catch=True,
+    of_the_loss=True,
+    wrong_divisor=True,
+    of_a_module=True,
+)
+
+SUM_NOT_MEAN = Hypothesis(
+    name="sum_not_mean",
+    sentence="The ranks hold the sum of their gradients, not the mean: too large by the factor "
+    "of their number.",
+    look_at="a loss that is multiplied by the world size under DDP, which averages by itself; the "
+    "factor after the last all_reduce; a communication hook that sums and does not average",
+    headline="gradients are a sum, not a mean",
+    tell_apart=OTHER_WORLD_SIZE,
+    applies=_averages_once,
+    held=_sum_of_ranks,
+    multiples=_added_over_ranks,
+    indication=_no_sum,
+    lines=_lines_that_add_up,
+    mend=_mend_sum,
+    limits_must_catch=True,
+    of_the_loss=True,
+    of_a_number=True,
+    wrong_divisor=True,
+    of_a_module=True,
+)
+
+AVERAGED_TWICE = Hypothesis(
+    name="averaged_twice",
+    sentence="Gradients were divided by the number of ranks once too often.",
+    look_at="a division by the world size in the loss or after backward: DDP already averages",
+    headline="gradients are averaged over ranks twice",
+    tell_apart=OTHER_WORLD_SIZE,
+    applies=_averages_once,
+    held=_divided_once_more,
+    multiples=_one_over_ranks,
+    indication=_no_second_division,
+    lines=_lines_that_divide_twice,
+    mend=_mend_two_divisions,
+    words=_words_of_two_divisions,
+    limits_must_catch=True,
+    of_the_loss=True,
+    of_a_number=True,
+    wrong_divisor=True,
+    of_place=True,
+    of_a_module=True,
+)
+
+LOCAL_WORLD_SIZE = Hypothesis(
+    name="divided_by_local_world_size",
+    sentence="Gradients were added over all ranks and divided by the number of ranks on one node.",
+    look_at="a divisor taken from LOCAL_WORLD_SIZE or torch.cuda.device_count(): "
+    "use dist.get_world_size() instead",
+    headline="gradients are divided by local world size",
+    tell_apart="Use nodes with several ranks, such as 2x4, where the numbers of nodes, of ranks on "
+    "a node and of all ranks differ.",
+    held=_divided_by_own_node,
+    multiples=_nodes_of_equal_size,
+    indication=_division_by_node,
+    lines=_lines_that_divide_by_node,
+    mend=lambda view: (
+        f"divide by {view.world_size}, dist.get_world_size(), not by {_local_world_size(view)}, "
+        "the ranks of one node."
+    ),
+    words=_words_of_node,
+    of_the_loss=True,
+    wrong_divisor=True,
+    of_a_module=True,
+)
+
+WRONG_NUMBER = Hypothesis(
+    name="divided_by_wrong_number",
+    sentence="Gradients were added over all ranks and divided by a number that is not the number "
+    "of ranks.",
+    look_at="where the divisor comes from: a configuration or an environment variable of another "
+    "run; use dist.get_world_size() instead",
+    headline="gradients are divided by another number",
+    tell_apart="Use another world size: the factor changes with it.",
+    multiples=_ranks_over_divisor,
+    indication=_one_divisor,
+    lines=_lines_of_wrong_divisor,
+    mend="divide by {ranks}, which is dist.get_world_size().",
+    of_a_module=True,
+)

@@ -1,0 +1,734 @@
+"""The ranks' losses count wrongly: by other divisors, or each for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isclose
+
+import torch
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.divisors import (
+    ClassWeights,
+    Count,
+    RatioOfCounts,
+    class_weights,
+    counts_by_rank,
+    counts_of_parts,
+    is_weighted_mean,
+    ratio_of_counts,
+)
+from ddp_equivalence.diagnosis.examples_read import is_divided_up
+from ddp_equivalence.diagnosis.hypothesis import (
+    LOSS_ROUNDING,
+    Hypothesis,
+    Indication,
+    Prediction,
+    Words,
+    WrongFactor,
+    common_loss_factor,
+    every_loss_is_the_big_batch_loss,
+    indication_if,
+    losses_close,
+    losses_of_backwards,
+    mean_loss_is_the_big_batch_loss,
+    micro_batches_of_a_rank,
+    on_several_ranks,
+)
+from ddp_equivalence.diagnosis.lines.of_loss import (
+    last_backward,
+    line_of_loss,
+    line_of_unscaled_loss,
+    losses_before,
+)
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    averages,
+    common_factor,
+    is_unseen,
+    line_of_reduction,
+    line_that_scales_gradients,
+)
+from ddp_equivalence.diagnosis.lines.origins import divisors
+from ddp_equivalence.diagnosis.lines.source import is_in_class, run_lines
+from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of
+from ddp_equivalence.diagnosis.means_of_parts import (
+    Over,
+    gradients_by_backward,
+    means_over,
+    nearest_mean,
+)
+from ddp_equivalence.diagnosis.reduced import sum_is_right
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.graph_watch import OwnBackward
+
+MOST_COUNTS = 8
+"""With more ranks a report does not list how many examples each of them has."""
+
+FEW_DIGITS = "2"
+"""A number of so few digits may have been written down as it is."""
+
+
+def _divided_by_all(view: View, summed: str, times: str) -> str:
+    """The mend of a loss that divides by a count of its own. ``times``: the number of ranks."""
+    if is_unseen(view):
+        return f"{summed}; under DDP, multiply it by {view.world_size} too."
+    if averages(view):
+        return f"{summed}, and multiply it by {times}."
+    return f"{summed}, and add the ranks' gradients up."
+
+
+def _lines_of_means(
+    view: View, own: str, together: str = ": all count equally"
+) -> Sequence[PointedLine]:
+    """Where each rank takes a mean of its own, and where the means are averaged."""
+    reduced = line_of_reduction(view, lambda seen: f"{seen}{together}")
+    return in_order(view, line_of_loss(view, own, True), reduced)
+
+
+# The mean of means over different numbers of examples, or of what the loss counts instead.
+
+
+def _mean_of_means(view: View) -> Sequence[Prediction]:
+    """The mean of what the ranks contribute, unless that is the big batch's gradient.
+
+    Each rank may take a mean of every micro-batch, or one mean of all of them.
+    """
+    setting = view.setting
+    if view.parts.by_rank is None or view.parts.add_up_to_the_big_batch:
+        return ()
+    if setting.has_batch_norm or setting.batch_coupled or view.examples.draws_random_numbers:
+        return ()
+    means = means_over(view)
+    plain = next(iter(means), None) is Over.MICRO_BATCH and Over.WINDOW not in means
+    return tuple(
+        Prediction(
+            view.on_every_rank(mean),
+            "" if plain and over is Over.MICRO_BATCH else f"the means are over {over.value}",
+        )
+        for over, mean in means.items()
+    )
+
+
+def is_mean_over_examples(view: View) -> bool:
+    """True if the big batch is the mean of the parts, each weighted by its examples."""
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank if part]
+    if not parts:
+        return False
+    example_count = sum(map(len, parts))
+    weighted = [len(part) / example_count * view.examples.gradient(part) for part in parts]
+    return nearly_equal(torch.stack(weighted).sum(0), view.expected)
+
+
+def _uneven_micro_batches(view: View) -> tuple[int, ...]:
+    """How many examples the micro-batches of a rank have, if only these are uneven."""
+    counts = {tuple(map(len, of_rank)) for of_rank in view.parts.by_rank or ()}
+    if nearest_mean(view) is Over.WINDOW or len(counts) != 1:
+        return ()
+    sizes = counts.pop()
+    return sizes if len(set(sizes)) > 1 else ()
+
+
+def _words_of_uneven(view: View) -> Words | None:
+    if not _uneven_micro_batches(view):
+        return None
+    return Words(
+        "The micro-batches have different numbers of examples, and their means count equally.",
+        "uneven micro-batches count equally",
+    )
+
+
+def _lines_of_uneven(view: View) -> Sequence[PointedLine]:
+    sizes = _uneven_micro_batches(view)
+    if sizes:
+        shown = ", ".join(map(str, sizes[:MOST_COUNTS])) + (", ..." if sizes[MOST_COUNTS:] else "")
+        return _lines_of_means(view, f"means over {shown} examples, one by one", "")
+    counts = [sum(map(len, of_rank)) for of_rank in view.parts.by_rank or ()]
+    listed = ", ".join(map(str, counts)) if len(counts) <= MOST_COUNTS else ""
+    own = f"means over {listed} examples, by rank" if listed else "each rank's own mean"
+    return _lines_of_means(view, own)
+
+
+def _mend_uneven(view: View) -> str:
+    if _uneven_micro_batches(view):
+        return "divide each micro-batch's summed loss by the examples of all of them on this rank."
+    summed = f"divide the summed loss by all {view.setting.example_count} examples"
+    return _divided_by_all(view, summed, f"{view.world_size}, the number of ranks")
+
+
+def _of_counts(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' means, where a count of the batch makes their mean the big batch."""
+    if is_mean_over_examples(view):
+        return ()
+    predictions = _mean_of_means(view)
+    divisor = unit_of_means(view) if predictions else None
+    if divisor is None:
+        return ()
+    return [
+        replace(one, detail="; ".join(filter(None, (divisor, one.detail)))) for one in predictions
+    ]
+
+
+def unit_of_means(view: View) -> str | None:
+    """What the loss divides by, in words, if each part's count of it gives the big batch.
+
+    None if nothing does; "" for a loss that is known to divide by counts of its own.
+    Parts with weights of their own would fit many a loss that is no mean, or that is random.
+    """
+    divisor = _divisor(view)
+    if divisor is not None:
+        return f"the loss divides by {divisor if isinstance(divisor, str) else divisor.text}"
+    # A loss of the catalogue is a mean over its own counts, of one term or of several.
+    return "" if isinstance(view.setting.case.loss, str) else None
+
+
+def _divisor(view: View) -> str | ClassWeights | None:
+    """The unit of the count, or the weights of classes, by which the loss divides, if known."""
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    for unit, counts in counts_of_parts(view, parts).items():
+        if sum(counts) > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
+            return unit
+    return class_weights(view, parts)
+
+
+def _of_micro_batches(view: View) -> bool:
+    """True if the counts of micro-batches differ, and not only those of whole ranks."""
+    several = any(len(parts) > 1 for parts in view.parts.by_rank or ())
+    return several and nearest_mean(view) is not Over.WINDOW
+
+
+def _words_of_counts(view: View) -> Words | None:
+    if not _of_micro_batches(view):
+        return None
+    on_all = nearest_mean(view) is Over.ALL_RANKS
+    whose = "its count on all ranks" if on_all else "its own count"
+    return Words(
+        f"Each micro-batch's loss divides by {whose} (tokens, weights, positives), and these means "
+        "count equally.",
+        "means of unequal micro-batches weigh equally",
+    )
+
+
+def _lines_of_counts(view: View) -> Sequence[PointedLine]:
+    whose = "count of one micro-batch" if _of_micro_batches(view) else "rank's own count"
+    lines = _lines_of_means(view, f"divides by the {whose}")
+    return lines if view.world_size > 1 else [one for one in lines if one.is_fault]
+
+
+def mend_counts(view: View) -> str:
+    """Divide by the count of all ranks."""
+    count, unit = view.world_size, "count"
+    if isinstance(_divisor(view), ClassWeights):
+        unit = "sum of the weights"
+    if count == 1:
+        return f"divide each micro-batch's summed loss by the {unit} of the whole window."
+    window = "the whole window on " if _of_micro_batches(view) else ""
+    summed = f"divide the summed loss by the {unit} of {window}all ranks"
+    return _divided_by_all(view, summed, f"{count} (world size)")
+
+
+# The mean of the nodes' means, which divide by different numbers.
+
+
+def _of_nodes(view: View) -> Sequence[Prediction]:
+    """The mean of the nodes' means, with the ranks of a node taken together or averaged."""
+    nodes = view.setting.ranks_by_node
+    if view.parts.by_rank is None or len(nodes) == 1 or view.parts.add_up_to_the_big_batch:
+        return ()
+    sizes = {len(ranks) for ranks in nodes}
+    if max(sizes) == 1:
+        return ()  # Every node has one rank, which is left to other causes.
+    if is_divided_up(view) is False:
+        return ()  # The nodes hold no parts of the batch.
+    candidates = []
+    if _amounts(view) is not None or isinstance(view.setting.case.loss, str):
+        means = [view.examples.gradient(examples) for examples in _examples_of_nodes(view)]
+        candidates = [(torch.stack(means).mean(0), "")]
+    if len(sizes) > 1:
+        detail = "the mean of each node's ranks, then the mean of the nodes"
+        for local in view.local_gradients:
+            means = [local[list(ranks)].mean(0) for ranks in nodes]
+            candidates.append((torch.stack(means).mean(0), detail))
+    return tuple(
+        Prediction(view.on_every_rank(mean), detail)
+        for mean, detail in candidates
+        if not nearly_equal(mean, view.expected)
+    )
+
+
+def _lines_of_nodes(view: View) -> Sequence[PointedLine]:
+    """Where gradients are reduced inside the nodes, and between them."""
+    nodes = [set(ranks) for ranks in view.setting.ranks_by_node]
+    between: list[CallSite] = []
+    inside: list[CallSite] = []
+    for place in view.observed.calls.reductions:
+        joins = any(not any(node.issuperset(group) for node in nodes) for group in place.groups)
+        (between if joins else inside).append(place)
+    unit, counts = _held_by_nodes(view)
+    note = f"joins the nodes, which hold {' and '.join(f'{one:g}' for one in counts)} {unit}"
+    joining = last_of(between, note) or first_of(view.observed.calls.places(Kind.WRAP), note)
+    return [*last_of(inside, "reduces inside each node", is_fault=False), *joining]
+
+
+def _examples_of_nodes(view: View) -> list[tuple[int, ...]]:
+    shards = view.parts.examples_by_rank
+    return [
+        tuple(index for rank in ranks for index in shards[rank])
+        for ranks in view.setting.ranks_by_node
+    ]
+
+
+def _amounts(view: View) -> tuple[str, list[float]] | None:
+    """How much each node holds of what the big batch divides by, in which unit.
+
+    None if all nodes hold equally much of it, or if it is not known.
+    """
+    parts = _examples_of_nodes(view)
+    for unit, counts in counts_of_parts(view, parts).items():
+        if sum(counts) > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
+            return (unit, counts) if max(counts) > min(counts) else None
+    return None
+
+
+def _held_by_nodes(view: View) -> tuple[str, list[float]]:
+    """The same; where it is not known, the numbers of ranks, by which the nodes then differ."""
+    ranks = [float(len(ranks)) for ranks in view.setting.ranks_by_node]
+    return _amounts(view) or ("ranks", ranks)
+
+
+def _mend_nodes(view: View) -> str:
+    unit, counts = _held_by_nodes(view)
+    weights = " and ".join(f"{count:g}/{sum(counts):g}" for count in counts)
+    return f"weight the nodes by their {unit}, {weights}, not by 1/{len(counts)} each."
+
+
+# The loss divides by another count of the batch than the loss of the big batch.
+
+
+def _ratios(view: View) -> list[RatioOfCounts]:
+    """The ratios that the gradients have, without those that may be a number that somebody wrote.
+
+    0.5, 3 and 0.94 are ratios of two counts of many a batch. They need a division that was seen.
+    """
+    return [
+        one
+        for one in ratio_of_counts(view)
+        if not _has_few_digits(one.factor) or _divided_by(view, one.wrong)
+    ]
+
+
+def _has_few_digits(factor: float) -> bool:
+    return any(
+        isclose(one, float(f"{one:.{FEW_DIGITS}g}"), rel_tol=1e-6) for one in (factor, 1 / factor)
+    )
+
+
+def _divided_by(view: View, wrong: Count) -> float | None:
+    """The number that gradients, or a loss that the rank had before, were seen to be divided by.
+
+    It is the count itself, or the equal part of it that each of several ranks has. A rank that
+    divides by its own right count has another cause.
+    """
+    count = wrong.value
+    factors = (
+        call.change.factor
+        for rank in view.observed.by_rank
+        for call in view.observed.calls.of(rank)
+        if call.change is not None and call.change.factor
+    )
+    if any(isclose(one * count, 1.0, rel_tol=LOSS_ROUNDING) for one in factors):
+        return count
+    backward = last_backward(view)
+    losses = losses_before(view, backward) if backward is not None else []
+    seen = [
+        earlier.value / later.value
+        for place, later in enumerate(losses)
+        for earlier in losses[:place]
+        if later.what.startswith("DivBackward") and later.value and earlier.value
+    ]
+    layout = view.setting.layout
+    numbers = {view.world_size, layout.nodes, view.parts.micro_batches_per_rank}
+    part = count / view.world_size if wrong.of_all else count
+    wanted = [one for one in (count, part) if one not in numbers]
+    found = (of for of in wanted for one in seen if isclose(one, of, rel_tol=LOSS_ROUNDING))
+    return next(found, None)
+
+
+def _division_seen(view: View) -> Indication | None:
+    """Looks for the division itself, or else for losses that have the factor already."""
+    ratios = _ratios(view)
+    for one in ratios:
+        seen = _divided_by(view, one.wrong)
+        if seen is not None:
+            part = "" if seen == one.wrong.value else ", the part of one rank,"
+            return Indication(True, f"a division by {text_of(seen, '.6g')}{part} was seen")
+    common = common_loss_factor(view)
+    for one in ratios:
+        if common is not None and losses_close(common, one.factor):
+            times = text_of(one.factor, ".4g")
+            return Indication(True, f"every backward began at {times} times the loss of its rows")
+    return None
+
+
+def _wrong_and_right(ratio: RatioOfCounts) -> tuple[str, str]:
+    return text_of(ratio.wrong.value, ".6g"), text_of(ratio.right.value, ".6g")
+
+
+def _words_of_ratio(view: View) -> Words | None:
+    """Less than the sentence says, where nothing of a wrong divisor was seen."""
+    ratios = _ratios(view)
+    if not ratios or _division_seen(view) is not None:
+        return None
+    wrong, right = _wrong_and_right(ratios[0])
+    sentence = (
+        f"Gradients are {text_of(ratios[0].factor, '.4g')} times what they should be. That is "
+        f"{right} / {wrong}, two counts of the batch, so the loss may divide by the wrong one."
+    )
+    return Words(sentence, f"gradients are {right} / {wrong} of the right ones", is_guess=True)
+
+
+def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
+    """Where the loss or the gradients are divided, and where the divisor comes from."""
+    ratios, own = _ratios(view), counts_by_rank(view)
+    note = f"as if divided by the rank's {own[0].unit}" if own else ""
+    if ratios:
+        note = "as if divided by {}; the right count is {}".format(*_wrong_and_right(ratios[0]))
+    found = (line_that_scales_gradients(view, 1 / one.wrong.value) for one in ratios)
+    scaled = next(filter(None, found), None) or line_of_loss(view, note, True)
+    if scaled is None:
+        return ()
+    run = run_lines(view, min(view.observed.by_rank, default=0))
+    made = [
+        PointedLine(link.line, f"sets {link.name}, the number at line {scaled.line.number}")
+        for link in divisors(run, scaled.line)[:1]
+        if link.line != scaled.line
+    ]
+    return in_order(view, *made, scaled, line_of_reduction(view) if own and not ratios else None)
+
+
+def _mend_another_count(view: View) -> str:
+    ratios, own = _ratios(view), counts_by_rank(view)
+    if ratios:
+        wrong, right = _wrong_and_right(ratios[0])
+        return f"divide by {right} ({ratios[0].right.unit}), not by {wrong}."
+    if not own:
+        return "divide by what the loss of the big batch divides by."
+    total = text_of(own[0].total, ".6g")
+    summed = f"divide the summed loss by {total} ({own[0].right_unit}, on all ranks)"
+    return _divided_by_all(view, summed, f"{view.world_size} (world size)")
+
+
+# A sum over a rank's own examples, where the big batch has a mean.
+
+
+def _every_normaliser(view: View) -> Sequence[WrongFactor]:
+    """Every number that the mean may divide by, with and without an average over the ranks.
+
+    Each of them also with an average over the micro-batches of a rank, where it has several.
+    """
+    if view.parts.add_up_to_the_big_batch:
+        return ()
+    ranks, details = view.world_size, dict[float, str]()
+    for passes in sorted({1, micro_batches_of_a_rank(view)}):
+        divided, named = (f" / {passes}", " / micro-batches") if passes > 1 else ("", "")
+        for unit, count in view.setting.divisor_candidates.items():
+            averaged = f"{count:g} / {ranks}{divided} ({unit} / ranks{named})"
+            added = f"{count:g}{divided} ({unit}{named}), and added over the ranks"
+            details.setdefault(count / ranks / passes, f"too large by the factor {averaged}")
+            details.setdefault(count / passes, f"too large by the factor {added}")
+    return [WrongFactor(value, detail) for value, detail in details.items() if value not in (0, 1)]
+
+
+def _no_sum_of_losses(view: View) -> Indication | None:
+    """Compares the losses at which backward began with the means over the examples read."""
+    pairs = losses_of_backwards(view)
+    ratios = [value / own for value, own in pairs or () if own]
+    if ratios and all(losses_close(ratio, 1.0) for ratio in ratios):
+        return Indication(False, "backward began at the mean over the rank's own examples")
+    if _losses_make_up_the_big_batch(view):
+        return Indication(False, "the losses at which backward began make up the big batch's")
+    if sum_is_right(view):
+        return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
+    return None
+
+
+def _losses_make_up_the_big_batch(view: View) -> bool:
+    """True if the ranks' losses add up to the big batch's, or if their mean is this."""
+    by_rank = [
+        [call.loss for call in view.observed.backwards(rank)] for rank in view.observed.by_rank
+    ]
+    if not view.observed.covers_every_rank or any(None in one or not one for one in by_rank):
+        return False
+    total = sum(one for of_rank in by_rank for one in of_rank if one is not None)
+    right = view.examples.big_batch_loss
+    return losses_close(total, right) or losses_close(total / view.world_size, right)
+
+
+def _lines_of_sum(view: View) -> Sequence[PointedLine]:
+    factor = common_factor(view)
+    note = "a sum, not a mean" + (f": {text_of(factor, '.6g')} times too large" if factor else "")
+    return in_order(view, line_of_unscaled_loss(view, note, True), line_of_reduction(view))
+
+
+# Every rank computes the loss of the whole batch, but only its own part carries a gradient.
+
+OF_TORCH = "torch.distributed.nn.functional"
+"""The collectives of torch that pass a gradient on."""
+
+
+def _own_part_alone(view: View) -> Sequence[WrongFactor]:
+    if not (view.setting.batch_coupled or every_loss_is_the_big_batch_loss(view)):
+        return ()
+    detail = f"each of the {view.world_size} ranks adds only its own part of the gradient"
+    return (WrongFactor(1 / view.world_size, detail),)
+
+
+def _loss_of_the_whole_batch(view: View) -> Indication | None:
+    """Compares the losses at which backward began with the loss of the whole batch."""
+    if _compares_own_rows(view):
+        because = (
+            "backward began at losses whose mean is that of the whole batch, and which are not "
+            "those of the ranks' own examples alone"
+        )
+        return Indication(True, because, conclusive=True)
+    if losses_of_backwards(view) is None:
+        return None
+    return indication_if(
+        every_loss_is_the_big_batch_loss(view),
+        "backward began at the loss of the whole batch on every rank",
+        "backward did not begin at the loss of the whole batch",
+    )
+
+
+def _compares_own_rows(view: View) -> bool:
+    """True if each rank computes the loss of its own examples against the outputs of all ranks,
+    which a collective brought that passes no gradient on.
+
+    What the ranks then hold cannot be predicted: the loss of the case is one number for all
+    examples. It is a sum over the examples of a part that every rank computes of its own, so the
+    mean of the ranks' losses is right.
+    """
+    calls = (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
+    if not any(map(_is_gather, _gathers(view))) or any(map(_passes_on, calls)):
+        return False
+    if every_loss_is_the_big_batch_loss(view) or not mean_loss_is_the_big_batch_loss(view):
+        return False
+    gradients = gradients_by_backward(view)
+    if gradients is None or not view.measured.is_known:
+        return False
+    mean = torch.stack(gradients).sum(0).mean(0)  # nothing is wrong after backward
+    return all(nearly_equal(held, mean) for held in view.measured.by_rank)
+
+
+def _is_gather(place: CallSite) -> bool:
+    """True for a gather. A sum brings no rank the rows of another."""
+    return place.first.collective is not None and "gather" in place.first.collective.op
+
+
+def _passes_on(call: Call) -> bool:
+    """True for the backward pass of a gather of torch.distributed.nn.functional."""
+    collective = call.collective
+    return collective is not None and call.in_backward and collective.contents is Contents.OTHER
+
+
+def _gathers(view: View) -> list[CallSite]:
+    """The lines whose collectives bring outputs of other ranks into a forward pass."""
+
+    def is_in_forward(call: Call) -> bool:
+        collective = call.collective
+        return (
+            collective is not None
+            and not call.in_backward
+            and call.backwards < len(view.observed.backwards(0))
+            and ("gather" in collective.op or collective.op == "all_reduce")
+            and collective.contents is Contents.OTHER
+            and (collective.elements > 1 or collective.loses_gradient)
+        )
+
+    places = view.observed.calls.places(Kind.COLLECTIVE, where=is_in_forward)
+    # One element beside more of them is a loss, which is summed for a log.
+    return [place for place in places if _elements(place) > 1] or places
+
+
+def _elements(place: CallSite) -> int:
+    return 0 if place.first.collective is None else place.first.collective.elements
+
+
+def _loses(place: CallSite) -> bool:
+    return any(call.collective and call.collective.loses_gradient for call in place.calls)
+
+
+def _words_of_gather(view: View) -> Words | None:
+    if not _compares_own_rows(view):
+        return None
+    return Words(
+        "Every rank computes the loss of its own examples against the outputs of all ranks, and "
+        "what it gathered from the others carries no gradient: an output gets the gradient of its "
+        "own rank's loss only.",
+        "gathered outputs carry no gradient",
+    )
+
+
+def _lines_that_gather(view: View) -> Sequence[PointedLine]:
+    """The collective in the forward pass, and the loss that is computed from what it returns."""
+    gathers, is_own = _gathers(view), _compares_own_rows(view)
+    if is_own:
+        gathers = [place for place in gathers if _is_gather(place)]
+    losing = [place for place in gathers if _loses(place)]
+    pointed = []
+    for place in (losing or gathers)[-1:]:
+        count = _elements(place)
+        verb = "requires" if count == 1 else "require"
+        note = f", which {verb} a gradient; what it returns has none" if losing else ""
+        if place.first.collective is not None:
+            note = f"{place.first.collective.op} of {counted(count, 'element')}{note}"
+            pointed.append(place.pointed(note, is_fault=True))
+    note = "begins at the loss of the whole batch on every rank"
+    if is_own:
+        note = "begins at the loss of this rank's examples against all ranks' outputs"
+    shown = [*pointed, *last_of(view.observed.calls.backwards, note, is_fault=not pointed)]
+    for own in [] if losing else _own_backwards(view)[:1]:
+        what = f"the gradient that {own.name} gives back; no collective ran in backward"
+        others = (replace(one, is_fault=False) for one in shown)
+        return [PointedLine(own.line, what, is_fault=True), *others]
+    return shown
+
+
+def _own_backwards(view: View) -> list[OwnBackward]:
+    """The backward methods of those functions of the user's whose forward pass gathered.
+
+    [] if a collective ran in a backward pass.
+    """
+    seen = view.observed.by_rank.get(0)
+    if seen is None or any(call.collective and call.in_backward for call in seen.calls):
+        return []
+    ways = [
+        line
+        for place in _gathers(view)
+        for call in place.calls
+        for line in (place.line, *call.callers)
+    ]
+    return [
+        one
+        for one in seen.own_backwards
+        if one.step == view.setting.step and any(is_in_class(line, one.name) for line in ways)
+    ]
+
+
+def _mend_gather(view: View) -> str:
+    gathers = _gathers(view)
+    ops = [place.first.collective.op for place in gathers if place.first.collective]
+    if set(ops) == {"all_reduce"} and max(map(_elements, gathers)) == 1:  # a loss: DDP averages it
+        return "call backward() on the rank's own loss, and reduce a detached copy for the log."
+    op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"
+    for own in [] if any(map(_loses, gathers)) else _own_backwards(view)[:1]:
+        return f"all_reduce the gradient in {own.name}.backward, or use {OF_TORCH}.{op}."
+    return f"use {OF_TORCH}.{op}, which passes the gradient on."
+
+
+UNEQUAL_MEANS = (
+    Hypothesis(
+        name="uneven_shards_weighted_equally",
+        sentence="The ranks have different numbers of examples, and their means count equally.",
+        look_at="the divisor of the loss: divide the summed loss by the number of examples on all "
+        "ranks; under DDP, also multiply it by the world size",
+        headline="uneven shards count equally",
+        tell_apart="Give all ranks equally many examples: only this difference then goes away.",
+        held=lambda view: _mean_of_means(view) if is_mean_over_examples(view) else (),
+        lines=_lines_of_uneven,
+        mend=_mend_uneven,
+        words=_words_of_uneven,
+        limits_must_catch=True,
+        of_the_loss=True,
+        wrong_divisor=True,
+        of_a_module=True,
+    ),
+    Hypothesis(
+        name="token_counts_weighted_equally",
+        sentence="Every rank's loss divides by the rank's own count (tokens, weights, positives), "
+        "and these means count equally.",
+        look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by "
+        "world size / count",
+        headline="means over unequal counts weigh equally",
+        tell_apart="Give all ranks equal counts: only this difference then goes away.",
+        held=_of_counts,
+        lines=_lines_of_counts,
+        mend=mend_counts,
+        words=_words_of_counts,
+        limits_must_catch=True,
+        of_the_loss=True,
+        wrong_divisor=True,
+        of_a_module=True,
+    ),
+    Hypothesis(
+        name="mean_of_node_means",
+        sentence="The nodes hold different amounts of data, and the means of the nodes count "
+        "equally.",
+        look_at="the average between nodes: weight each node by the number that its loss divides "
+        "by",
+        headline="node means count equally, nodes differ",
+        tell_apart="Use nodes with several ranks, and equally many on each: only this difference "
+        "then goes away.",
+        held=_of_nodes,
+        lines=_lines_of_nodes,
+        mend=_mend_nodes,
+        limits_must_catch=True,
+        of_the_loss=True,
+    ),
+)
+
+ANOTHER_COUNT = Hypothesis(
+    name="divided_by_another_count",
+    sentence="The loss divides by another count of the batch than the loss of the big batch does.",
+    look_at="the divisor of the loss: it must count what the loss of the big batch counts "
+    "(examples, or tokens that are not ignored), in the whole window and on all ranks",
+    headline="the loss divides by another count",
+    tell_apart="Use another batch with another number of examples or tokens: the factor changes.",
+    held=lambda view: [
+        Prediction(view.on_every_rank(one.held), one.text) for one in counts_by_rank(view)
+    ],
+    multiples=lambda view: [WrongFactor(one.factor, one.text) for one in _ratios(view)],
+    indication=_division_seen,
+    lines=_lines_of_another_count,
+    mend=_mend_another_count,
+    words=_words_of_ratio,
+    of_the_loss=True,
+    wrong_divisor=True,
+)
+
+GATHER_WITHOUT_GRADIENT = Hypothesis(
+    name="gather_without_gradient",
+    sentence="Every rank computes the loss of the whole batch, but only the rank's own examples "
+    "carry a gradient. The average over the ranks then divides once too often by their number.",
+    look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on; "
+    "use the functions of torch.distributed.nn.functional, which do",
+    headline="gathered outputs carry no gradient",
+    tell_apart="Print the loss of each rank: here it is the loss of the whole batch.",
+    applies=on_several_ranks,
+    multiples=_own_part_alone,
+    indication=_loss_of_the_whole_batch,
+    lines=_lines_that_gather,
+    mend=_mend_gather,
+    words=_words_of_gather,
+    of_the_loss=True,
+    of_a_number=True,
+)
+
+LOCAL_LOSS_SUMMED = Hypothesis(
+    name="local_loss_summed",
+    sentence="Each rank's loss is the sum over its own examples; the big batch's is their mean.",
+    look_at='the reduction of the loss: "sum" where "mean" is meant, or a mean in some places only',
+    headline="the loss is summed, not averaged",
+    tell_apart="Use another number of examples: no other cause has a factor that changes with it.",
+    multiples=_every_normaliser,
+    indication=_no_sum_of_losses,
+    lines=_lines_of_sum,
+    mend='take the mean over the rank\'s own examples: reduction="mean", not "sum".',
+    of_the_loss=True,
+    of_a_number=True,
+    wrong_divisor=True,
+    of_a_module=True,
+)

@@ -1,0 +1,439 @@
+"""A loss scale or a narrow type reaches gradients that should not know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.hypothesis import (
+    LOSS_ROUNDING,
+    Hypothesis,
+    Indication,
+    Prediction,
+    WrongFactor,
+    common_loss_factor,
+    losses_close,
+    where_all_report,
+)
+from ddp_equivalence.diagnosis.lines.decisions import lines_run_unevenly
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    common_factor,
+    hook_text,
+    line_of_reduction,
+    line_that_scales,
+    line_that_scales_gradients,
+)
+from ddp_equivalence.diagnosis.lines.origins import links_of_line
+from ddp_equivalence.diagnosis.lines.source import run_lines
+from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.ranks.collectives import Collective
+
+# The gradient still carries the factor of a loss scaler.
+
+SMALLEST_SCALE_POWER = 3
+LARGEST_SCALE_POWER = 32
+"""Loss scales are powers of two. A scale below 8 does not prevent underflow."""
+
+
+def _every_scale(view: View) -> Sequence[WrongFactor]:
+    """Every loss scale, and the inverse of every loss scale, unless the loss was scaled."""
+    loss_factor = common_loss_factor(view) if view.observed.by_rank else None
+    was_scaled = loss_factor is not None and loss_factor >= 2.0**SMALLEST_SCALE_POWER
+    factors = []
+    for power in range(SMALLEST_SCALE_POWER, LARGEST_SCALE_POWER + 1):
+        scale = 2**power
+        factors.append(WrongFactor(scale, f"a loss scale of {scale}"))
+        if not was_scaled:
+            detail = f"divided by {scale}, but never multiplied by it"
+            factors.append(WrongFactor(1 / scale, detail))
+    return factors
+
+
+def _losses_scaled(view: View) -> Indication | None:
+    """Compares the losses at which backward began with those of the examples that were read."""
+    loss_factor, held = common_loss_factor(view), view.measured.factor
+    # A loss times the world size is another cause.
+    if loss_factor is None or losses_close(loss_factor, view.world_size):
+        return None
+    is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
+    if is_a_scale and _may_be_a_count(view, loss_factor):
+        return None
+    if is_a_scale and held and losses_close(loss_factor, held):
+        times = text_of(loss_factor, ".6g")
+        return Indication(True, f"backward began at {times} times the loss of the rank's examples")
+    if losses_close(loss_factor, 1.0):
+        because = "backward began at the loss of the rank's own examples, not scaled"
+        return Indication(False, because)
+    return None
+
+
+def _may_be_a_count(view: View, loss_factor: float) -> bool:
+    """True if the loss is as many times too large as a sum is, and no scaler was called."""
+    counts = view.setting.divisor_candidates.values()
+    return not view.observed.calls.places(Kind.SCALE) and any(
+        losses_close(loss_factor, count / view.world_size) for count in counts
+    )
+
+
+def _lines_of_scale(view: View) -> Sequence[PointedLine]:
+    """Where the loss is scaled, and after which line the gradients should be unscaled."""
+    calls, scale = view.observed.calls, common_factor(view)
+    by_scaler = calls.places(Kind.SCALE)
+    scaling = [
+        place.pointed(f"scales the loss by {place.first.value:.6g}") for place in by_scaler[-1:]
+    ]
+    scaled = line_that_scales(view, scale) if scale and not scaling else None
+    if scale and scaled is not None:
+        if scale < 1 or line_that_scales_gradients(view, scale) is not None:
+            return [scaled]
+        scaling = [replace(scaled, is_fault=False)]
+    missing = "scaler.unscale_(optimizer)" if by_scaler else "a division by it"
+    unscaled = calls.places(Kind.UNSCALE)
+    note = "leaves scaled gradients" + ("" if unscaled else "; nothing unscales them")
+    backward = last_of(calls.backwards, note, True, missing)
+    if backward and scaling and scaling[0].line == backward[0].line:
+        return [replace(scaling[0], is_fault=True, missing=missing)]
+    return in_order(view, *scaling, *backward)
+
+
+def _mend_scale(view: View) -> str:
+    scale = common_factor(view) or 0.0
+    if 0 < scale < 1:
+        return f"do not divide by {text_of(1 / scale, '.6g')}: nothing was multiplied by it."
+    number = text_of(scale, ".6g") if scale else "the scale"
+    if view.observed.calls.places(Kind.SCALE):
+        return f"unscale the gradients (scaler.unscale_) after backward: divide them by {number}."
+    return f"divide the gradients by {number}, the loss scale, after backward."
+
+
+# Every rank scales its loss, and unscales its gradient, with a scale of its own.
+
+EQUAL = 1e-2
+"""Scales whose relative difference is smaller are equal."""
+
+NO_WEIGHT = 1e-9
+"""A weight that is smaller than this, relative to the largest, counts as zero."""
+
+MOST_NUMBERS = 6
+"""The scales of more ranks are not listed."""
+
+
+def _own_scales(view: View) -> Sequence[Prediction]:
+    """The mean of the scaled gradients, unscaled on each rank by its own scale.
+
+    Rank r then holds rank 0's gradient times (scale of rank 0 / scale of rank r). The scales
+    follow from the weights of the ranks.
+    """
+    weights = view.weights_of_ranks
+    if weights is None or bool((weights.abs() < NO_WEIGHT * weights.abs().max()).any()):
+        return ()
+    scales = (weights[0] / weights).mean(1)
+    if float((scales - 1).abs().max()) < EQUAL or bool((scales <= 0).any()):
+        return ()
+    ratio = " : ".join(text_of(scale, ".4g") for scale in scales.tolist())
+    return tuple(
+        Prediction(
+            view.on_reporting_ranks((scales[:, None] * local).mean(0) / scales[:, None]),
+            f"the ratio of the ranks' scales is {ratio}",
+        )
+        for local in view.local_gradients
+    )
+
+
+def _losses_scaled_apart(view: View) -> Indication | None:
+    ratios = _loss_ratios(view)
+    values = ", ".join(text_of(ratio, ".4g") for ratio in ratios)
+    because = f"backward began at {values} times (by rank) the loss of the rank's own examples"
+    return Indication(True, because) if ratios else None
+
+
+def _loss_ratios(view: View) -> list[float]:
+    """The loss at which each rank's first backward began, over that of its rows.
+
+    Empty if they are equal, or not known.
+    """
+    read = view.observed.examples_read
+    ratios = []
+    for rank, observation in sorted(view.observed.by_rank.items()) if read is not None else ():
+        own_loss = view.examples.loss(read[rank][0]) if read is not None else 0.0
+        if observation.backwards and own_loss:
+            ratios.append((observation.backwards[0].loss or 0.0) / own_loss)
+    ratios = [ratio for ratio in ratios if ratio == ratio]
+    return [] if all(losses_close(ratio, ratios[0]) for ratio in ratios) else ratios
+
+
+def _lines_of_own_scales(view: View) -> Sequence[PointedLine]:
+    """Where each rank scales, and where it unscales, if this was seen."""
+    calls, ratios = view.observed.calls, _loss_ratios(view)
+    scaled = [
+        place.pointed(f"scales by {numbers}, by rank", True)
+        for place in calls.places(Kind.SCALE)
+        if (numbers := _by_rank(place, lambda call: call.value))
+    ]
+    begun = []
+    if ratios and not scaled:
+        begun = first_of(calls.backwards, f"begins at {_listed(ratios)} times the loss, by rank")
+    changed = [
+        place.pointed(f"divides gradients by {numbers}, by rank", not scaled and not begun)
+        for place in calls.changes()
+        if (numbers := _by_rank(place, _divisor))
+    ]
+    if not scaled and not changed:
+        return in_order(view, line_of_reduction(view, is_fault=True))
+    beside = [] if scaled else lines_run_unevenly(view)[:1]
+    reduced = None if beside or begun else line_of_reduction(view)
+    return in_order(view, *beside, *scaled[-1:], *begun, reduced, *changed[-1:])
+
+
+def _divisor(call: Call) -> float | None:
+    factor = None if call.change is None else call.change.factor
+    return 1 / factor if factor else None
+
+
+def _by_rank(place: CallSite, number: Callable[[Call], float | None]) -> str:
+    """The numbers of all ranks' first calls, as text; "" if they are equal or not known."""
+    numbers = [number(place.by_rank[rank][0]) for rank in place.ranks]
+    known = [one for one in numbers if one is not None]
+    if len(known) < len(numbers) or all(losses_close(one, known[0]) for one in known):
+        return ""
+    return _listed(known)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    shown = ", ".join(text_of(one, ".4g") for one in numbers[:MOST_NUMBERS])
+    return shown + (", ..." if len(numbers) > MOST_NUMBERS else "")
+
+
+# A sum over the ranks is too large for the type that it is computed in.
+
+SIXTEEN_BITS = ("Half", "c10::Half", "torch.float16")
+"""How torch's flight recorder calls the type that overflows where others do not."""
+
+
+def _overflow(view: View) -> Indication | None:
+    """Looks for gradients that are finite on every rank, and are not after they were reduced."""
+    measured, gradients = view.measured, view.observed_gradients
+    if not measured.is_known or measured.is_finite or not view.observed.covers_every_rank:
+        return None
+    if gradients is None or not all(one.isfinite().all() for rank in gradients for one in rank):
+        return None
+    if not all(_reduced_in(log) & set(SIXTEEN_BITS) for log in _logs(view)):
+        return None
+    lost = int((~measured.by_rank[0].isfinite()).sum())
+    elements = measured.by_rank.shape[1]
+    return Indication(
+        True,
+        f"every rank's own gradients are finite, and {lost} of {elements} elements "
+        f"on rank {view.setting.reporting_ranks[0]} are not, after a reduction in float16",
+        conclusive=True,
+    )
+
+
+def _logs(view: View) -> list[Sequence[Collective]]:
+    return [seen.collectives or () for seen in view.observed.by_rank.values()]
+
+
+def _reduced_in(log: Sequence[Collective]) -> set[str]:
+    """The types in which a rank has reduced more than single numbers."""
+    return {one.dtype for one in log if "reduce" in one.op and one.elements > 1}
+
+
+def _lines_of_overflow(view: View) -> Sequence[PointedLine]:
+    calls = view.observed.calls
+    places = calls.reductions or calls.places(
+        Kind.COLLECTIVE,
+        where=lambda call: bool(call.collective and call.collective.elements > 1),
+    )
+    note = "the sum over the ranks is too large for its type"
+    return last_of(places or calls.backwards, note)
+
+
+# Gradients pass through a narrower type than their own, as in a reduction in that type.
+
+NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+LARGEST_ERROR = 8.0
+"""The largest relative error that rounding to the narrower type leaves, in eps of that type, for
+each rank."""
+
+LARGEST_FACTOR = 2.0
+"""The largest factor that rounding leaves on all elements together, less 1, in eps of that type."""
+
+NARROWER_BY = 64.0
+"""A type is narrower if its eps is this many times that of the case's type."""
+
+ENOUGH = 0.99
+"""The part of the elements that must be values of the narrower type."""
+
+LOGGED_NAMES = ("Half", "BFloat16", "c10::Half")
+"""The names of the half-precision types in torch's flight recorder."""
+
+
+def _of_narrow_type(view: View) -> Sequence[Prediction]:
+    """The measurement itself, if nearly all its values are values of a narrower type.
+
+    The rounding cannot be predicted; it is explained by the type.
+    """
+    measured = view.measured.by_rank
+    if not view.measured.is_finite or not bool(measured.any()):
+        return ()
+    eps = torch.finfo(view.setting.dtype).eps
+    error = float((measured - view.expected).norm() / measured.norm())
+    for narrow in NARROWER:
+        narrow_eps = torch.finfo(narrow).eps
+        if narrow_eps < NARROWER_BY * eps:
+            continue  # every value of the case's type would count as one of the narrower type
+        if error > LARGEST_ERROR * narrow_eps * view.world_size:
+            continue
+        if abs((view.measured.factor or 0.0) - 1) > LARGEST_FACTOR * narrow_eps:
+            continue  # rounding moves single elements, and not all of them alike
+        # The sum may have been divided by the world size after it had been rounded.
+        for multiple in (measured, measured * view.world_size):
+            if _values_of_type(multiple, narrow, eps) >= ENOUGH:
+                name = str(narrow).removeprefix("torch.")
+                detail = f"at least {ENOUGH:.0%} of the values are values of {name}"
+                return (Prediction(measured, detail, fitted=True),)
+    return ()
+
+
+def _values_of_type(values: Tensor, narrow: torch.dtype, eps: float) -> float:
+    """The part of the elements that are values of this type, up to rounding in the case's type."""
+    rounded = values.to(narrow).double()
+    is_value = (rounded - values).abs() <= 4 * eps * values.abs()
+    return float(is_value.double().mean())
+
+
+def _reduced_in_half(view: View) -> Indication | None:
+    dtypes = set[str]().union(*map(_reduced_in, _logs(view)))
+    narrow = sorted(dtypes & set(LOGGED_NAMES))
+    return Indication(True, f"a reduction ran in {', '.join(narrow)}") if narrow else None
+
+
+def _lines_of_narrow_type(view: View) -> Sequence[PointedLine]:
+    """Where gradients are reduced in a narrower type, or the hook that does so."""
+    calls = view.observed.calls
+    backwards = {place.line for place in calls.backwards}
+    narrow = calls.places(Kind.COLLECTIVE, where=lambda call: _is_narrow(call, view))
+    for place in reversed([one for one in narrow if one.line not in backwards]):
+        assert place.first.collective is not None
+        note = f"reduces in {place.first.collective.dtype}"
+        return [*_lines_that_narrow(view, narrow[-1]), place.pointed(note, True)]
+    hooks = calls.places(Kind.HOOK)
+    if hooks:
+        return last_of(hooks, hook_text(hooks[-1]))
+    return in_order(view, line_of_reduction(view, is_fault=True))
+
+
+def _lines_that_narrow(view: View, place: CallSite) -> list[PointedLine]:
+    """The line that made the tensor of a narrower type, and the one that made what it is made of.
+
+    Empty if the line that reduces it has made it.
+    """
+    made_at = place.first.made_at
+    if made_at is None or made_at == place.line:
+        return []
+    links = links_of_line(run_lines(view, place.ranks[0]), made_at)[1:2]
+    return [
+        *(
+            PointedLine(one.line, f"sets {one.name}, which line {made_at.number} uses")
+            for one in links
+            if one.line != made_at
+        ),
+        PointedLine(made_at, "makes the tensor that is reduced"),
+    ]
+
+
+def _is_narrow(call: Call, view: View) -> bool:
+    """True if the call reduced more than one element in a narrower type than the gradients'."""
+    collective = call.collective
+    if collective is None or not collective.reduce_op or collective.elements < 2:
+        return False
+    dtype = getattr(torch, collective.dtype, None)
+    return dtype is not None and torch.finfo(dtype).eps > torch.finfo(view.setting.dtype).eps
+
+
+NOT_UNSCALED = Hypothesis(
+    name="gradient_scaled_not_unscaled",
+    sentence="The loss was multiplied by a loss scale, and the gradient was not divided by it.",
+    look_at="GradScaler.unscale_ or scaler.step: one of them must run before the gradient is "
+    "read, clipped or reduced by hand",
+    headline="the gradients keep a loss scale",
+    tell_apart="Use another loss scale: no other cause has a factor that changes with it.",
+    multiples=_every_scale,
+    indication=_losses_scaled,
+    lines=_lines_of_scale,
+    mend=_mend_scale,
+    of_the_loss=True,
+    of_a_number=True,
+    of_a_module=True,
+)
+
+OWN_SCALES = Hypothesis(
+    name="scaler_differs_between_ranks",
+    sentence="Each rank scaled its loss and unscaled the reduced gradient with a scale of its own.",
+    look_at="the code that computes the scale: reduce the scale, or its input, before it is used. "
+    "With a GradScaler on each rank, found_inf must be reduced so that all ranks change their "
+    "scale together (torch.distributed.fsdp.sharded_grad_scaler does this)",
+    headline="each rank has its own scale",
+    tell_apart="Take two steps: a scaler changes its scale between them.",
+    applies=where_all_report,
+    held=_own_scales,
+    indication=_losses_scaled_apart,
+    lines=_lines_of_own_scales,
+    mend="give all {ranks} ranks one scale: reduce it, or its input, before it is used.",
+    of_the_loss=True,
+)
+
+ROUNDS_DIFFERENTLY = Hypothesis(
+    name="ranks_differ_by_rounding",
+    sentence="Every rank holds the big batch's gradient up to rounding, but the ranks round it "
+    "differently, so that their weights drift apart step by step.",
+    look_at="the order in which each rank adds up what it receives (in a ring, every rank begins "
+    "with another part)",
+    headline="the ranks round differently",
+    lines=lambda view: last_of(
+        view.observed.calls.places(Kind.COLLECTIVE, Kind.CHANGE),
+        "after this line the ranks hold other bits",
+    ),
+    mend="add up in the same order on all ranks, or broadcast the result from one rank.",
+)
+
+ROUNDING = (
+    Hypothesis(
+        name="overflow_in_reduction",
+        sentence="The sum of the ranks' gradients overflowed in the narrow type that it was "
+        "reduced in: each rank's own gradients are finite.",
+        look_at="a compression hook or a cast to float16 that adds before it divides, and the loss "
+        "scale: divide by the world size first, or reduce in float32",
+        headline="the sum overflows where it is reduced",
+        tell_apart="Use a smaller loss scale: the gradients are then finite.",
+        indication=_overflow,
+        lines=_lines_of_overflow,
+        mend="divide by {ranks} before the reduction, or reduce in float32.",
+    ),
+    Hypothesis(
+        name="low_precision_reduce",
+        sentence="Gradients passed through a narrower type than their own, as when they are "
+        "reduced in that type: the error is spread over all elements and has the size of that "
+        "type's rounding.",
+        look_at="a compression hook (fp16_compress_hook, bf16_compress_hook), mixed_precision's "
+        "reduce_dtype, or a cast around all_reduce",
+        headline="gradients are reduced in lower precision",
+        tell_apart="Run the case in the narrower type: this difference then goes away.",
+        held=_of_narrow_type,
+        indication=_reduced_in_half,
+        lines=_lines_of_narrow_type,
+        mend=lambda view: (
+            f"reduce the gradients in {str(view.setting.dtype).removeprefix('torch.')}, their own "
+            "type."
+        ),
+    ),
+    ROUNDS_DIFFERENTLY,
+)

@@ -1,0 +1,298 @@
+"""The lines that decided whether, how often, and on which ranks a line of the user's code ran."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
+from ddp_equivalence.diagnosis.lines.source import (
+    LOOPS,
+    RunLines,
+    SourceLine,
+    leaving,
+    lines_that_set_variable,
+    place_at,
+    run_lines,
+    skipping,
+)
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+
+# Conditions, and statements that left a loop or skipped the rest of a pass.
+
+What = Literal["left", "skipped", "condition"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``line`` left a loop, went on with its next pass, or is a condition that chose a branch.
+
+    ``note``: what was seen of it, as a clause. ``chosen``: a condition chose this branch so often,
+    of ``times``. ``test``: the condition itself.
+    """
+
+    line: CodeLine
+    what: What
+    note: str
+    chosen: int = 0
+    times: int = 0
+    test: ast.expr | None = None
+
+    def pointed(self, is_fault: bool = True) -> PointedLine:
+        """The line, to be shown in a report."""
+        return PointedLine(self.line, self.note, is_fault)
+
+
+def decisions(run: RunLines, way: Sequence[CodeLine]) -> list[Decision]:
+    """What decided that a line ran, the nearest first.
+
+    ``way``: the line, and the lines that led to it, the innermost first. Conditions that were the
+    same each time have decided nothing.
+    """
+    found: list[Decision] = []
+    for line in way:
+        place = place_at(line)
+        if place is not None and place.function is not None:
+            place = run.beside_backward(place)
+            found += [one for one in conditions(run, place) if one.chosen < one.times]
+            found += _ways_out(run, place)
+    return found
+
+
+def conditions(run: RunLines, place: SourceLine) -> Iterator[Decision]:
+    """The conditions of this function around a line, the innermost first."""
+    for one in place.around:
+        if isinstance(one.statement, ast.If):
+            decision = _condition(run, place, one.statement, one.branch)
+            if decision is not None:
+                yield decision
+
+
+def _condition(run: RunLines, place: SourceLine, node: ast.If, branch: str) -> Decision | None:
+    body, other = (node.body, node.orelse) if branch == "body" else (node.orelse, node.body)
+    if body[0].lineno == node.lineno or not run.count(place, node):
+        return None
+    times, chosen = run.exact_count(place, node), run.times_begun(place, body)
+    if times is not None and other and (chosen is None or isinstance(body[0], ast.If)):
+        others = run.times_begun(place, other)
+        chosen = None if others is None else times - others
+    is_true = branch == "body"
+    seen = f"decides whether line {place.statement.lineno} runs"
+    if times is not None and chosen is not None:
+        seen = f"{'true' if is_true else 'false'} {chosen} of {times} times"
+    else:
+        times = chosen = 0
+    test: ast.expr = node.test
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, is_true = test.operand, not is_true
+    set_at = lines_that_set_variable(run, place, test.id) if isinstance(test, ast.Name) else []
+    if isinstance(test, ast.Name) and len(set_at) == 1:
+        if times:
+            seen = f"{test.id} is {'true' if is_true else 'false'} {chosen} of {times} times"
+        return Decision(set_at[0], "condition", seen, chosen, times)
+    return Decision(place.line(node), "condition", seen, chosen, times, node.test)
+
+
+def _ways_out(run: RunLines, place: SourceLine) -> Iterator[Decision]:
+    """The statements that left the loops around a line, or skipped the rest of a pass."""
+    for loop in place.loops:
+        for node in leaving(loop):
+            if run.count(place, node) and not _is_on_one_line(loop, node):
+                word = "returns" if isinstance(node, ast.Return) else "breaks"
+                passes = run.exact_count(place, loop)
+                begun = _beginnings(run, place)
+                seen = f", in pass {passes} of it" if begun == 1 and passes else ""
+                note = f"{word} from inside the loop of line {loop.lineno}{seen}"
+                yield Decision(place.line(node), "left", note)
+        for node in skipping(loop):
+            times = run.exact_count(place, node)
+            if times and node.lineno < place.statement.lineno:
+                passed = "a pass" if times == 1 else f"{times} passes"
+                yield Decision(place.line(node), "skipped", f"ends {passed} of the loop here")
+
+
+def _is_on_one_line(loop: ast.stmt, node: ast.stmt) -> bool:
+    """True if a condition stands on the line of the statement, which may then not have run."""
+    return any(
+        isinstance(parent, ast.stmt) and parent.lineno == node.lineno
+        for parent in ast.walk(loop)
+        if any(child is node for child in ast.iter_child_nodes(parent))
+    )
+
+
+def _beginnings(run: RunLines, place: SourceLine) -> int:
+    """How often the function of this place began, as far as its first line shows; 0 if unknown."""
+    body = [
+        one
+        for one in (place.function.body if place.function is not None else ())
+        if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+    ]
+    if body and isinstance(body[0], LOOPS):
+        return 1 if run.exact_count(place, body[0]) == 1 else 0
+    return run.times_begun(place, body) or 0
+
+
+# The two lines of one function that led to two calls, where their order is the fault.
+
+
+def meeting_lines(first: Call, second: Call) -> tuple[CodeLine, CodeLine] | None:
+    """The lines of the innermost function that made both calls, itself or by other functions.
+
+    None if it made both with one line, or if the ways to the calls are not known.
+    """
+    for here in _way(first):
+        for there in _way(second):
+            if (here.file, here.function) == (there.file, there.function):
+                return None if here.number == there.number else (here, there)
+    return None
+
+
+def at_meeting(
+    first: PointedLine | None, second: PointedLine | None, one: Call, other: Call
+) -> list[PointedLine]:
+    """Two lines of helpers, after the lines of their common caller, which get their marks.
+
+    ``one`` and ``other``: the calls that the lines made, in this order. Only the two lines, if they
+    stand in one function already, or if the ways to the calls are not known.
+    """
+    both = [line for line in (first, second) if line is not None]
+    met = meeting_lines(one, other)
+    if met is None or len(both) < 2:
+        return both
+    shown = []
+    for line, pointed in zip(met, both, strict=True):
+        is_inside = line.number != pointed.line.number or line.file != pointed.line.file
+        where = f"in line {pointed.line.number}" if is_inside else ""
+        note = ", ".join(filter(None, (pointed.note, where)))
+        shown.append(replace(pointed, line=line, note=note))
+    known = {(line.file, line.number) for line in met}
+    rest = [
+        replace(pointed, is_fault=False, missing="")
+        for pointed in sorted(both, key=lambda pointed: not pointed.is_fault)
+        if (pointed.line.file, pointed.line.number) not in known
+    ]
+    return [*shown, *rest[:1]]
+
+
+def _way(call: Call) -> tuple[CodeLine, ...]:
+    line = call.users_line or call.line
+    return () if line is None else (line, *call.callers)
+
+
+# The lines that call a helper function, where what is wrong is how often or where it is called.
+
+ACTING = (Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP, Kind.ZERO_GRAD)
+
+
+def with_call_sites(view: View, lines: Sequence[PointedLine]) -> list[PointedLine]:
+    """The lines, and before the first faulty one that stands in a helper, the call of the helper.
+
+    Only for what was done between backward passes, or more than once to the same gradient, and for
+    lines that changed gradients: of these the call is no fault by itself.
+    """
+    known = {one.line for one in lines}
+    for number, one in enumerate(lines):
+        if one.is_fault and not one.missing:
+            sites = [site for site in _sites(view, one.line) if site.line not in known]
+            return [*lines[:number], *sites[:1], *lines[number:]]
+    return list(lines)
+
+
+def _sites(view: View, line: CodeLine) -> list[PointedLine]:
+    """The lines, beside a backward pass in the same function, that led to this one."""
+    rank = min(view.observed.calls.by_rank, default=0)
+    calls = view.observed.calls.of(rank)
+    made = [
+        one
+        for one in calls
+        if one.kind in ACTING and (one.users_line or one.line) == line and not one.in_backward
+    ]
+    backwards = [one for one in calls if one.kind is Kind.BACKWARD]
+    is_repeated = _is_repeated(made, len(backwards))
+    if not backwards or not (is_repeated or any(one.change is not None for one in made)):
+        return []
+    sites = {site: None for call in made if (site := _site(call, backwards)) not in (None, line)}
+    found = [(site, _times(run_lines(view, rank), site)) for site in sites if site is not None]
+    is_late = all(one.backwards >= len(backwards) for one in made)
+    if is_repeated and is_late and [times for _, times in found] == [1]:
+        return []  # what was done twice was done in one call of the helper
+    return [PointedLine(site, _note(site, line, times), is_repeated) for site, times in found]
+
+
+def _is_repeated(made: Sequence[Call], backwards: int) -> bool:
+    """True if something was done before the last backward pass, or twice to one gradient."""
+    if any(0 < one.backwards < backwards for one in made):
+        return True
+    names = [name for call in made for name in (call.collective or call.change or call).names]
+    return len(names) > len(set(names))
+
+
+def _site(call: Call, backwards: Sequence[Call]) -> CodeLine | None:
+    """The line of the innermost function that made both a backward pass and this call."""
+    before = [one for one in backwards if one.backwards < call.backwards]
+    for backward in (*reversed(before), *backwards):
+        met = meeting_lines(backward, call)
+        if met is not None:
+            return met[1]
+    return None
+
+
+def _times(run: RunLines, site: CodeLine) -> int | None:
+    """How often the line ran; None if that is not certain."""
+    place = place_at(site)
+    return run.exact_count(place, place.statement) if place is not None else None
+
+
+def _note(site: CodeLine, line: CodeLine, times: int | None) -> str:
+    where = f"line {line.number}" if line.file == site.file else "the line below"
+    if not times:
+        return f"calls what leads to {where}"
+    return f"runs {'once' if times == 1 else f'{times} times'}, and leads to {where}"
+
+
+# Where some ranks took another way through the user's code than all others.
+
+MOST_NUMBERS = 6
+
+
+def where_they_part(view: View, ranks: Sequence[int]) -> PointedLine | None:
+    """The first line that only these ranks ran, or the last one before they left the others' way.
+
+    None if their lines do not tell them from all others.
+    """
+    run_by = {rank: set(lines) for rank, lines in view.observed.lines_run.items()}
+    here = [run_by[rank] for rank in ranks if rank in run_by]
+    others = [rank for rank in run_by if rank not in ranks]
+    there = [run_by[rank] for rank in others]
+    if not there or len(here) < len(ranks):
+        return None
+    who, known = ranks_by_number(ranks), set.intersection(*here)
+    alone = known - set[CodeLine]().union(*there)
+    for line in view.observed.lines_run[ranks[0]]:
+        if line in alone:
+            return PointedLine(line, f"only {who} came here", is_fault=True)
+    missed = set.intersection(*there) - set[CodeLine]().union(*here)
+    for before, line in pairwise(view.observed.lines_run[others[0]]):
+        if line in missed and before in known:
+            return PointedLine(before, f"{who} did not go on from here", is_fault=True)
+    return None
+
+
+def lines_run_unevenly(view: View) -> list[PointedLine]:
+    """The lines that not all ranks ran equally often, in the order in which they ran first."""
+    runs = {rank: run_lines(view, rank) for rank in sorted(view.observed.by_rank)}
+    found = []
+    for line in dict.fromkeys(line for run in runs.values() for line in run.times):
+        times = [run.times.get(line, 0) for run in runs.values()]
+        if len(set(times)) > 1:
+            note = "the ranks do not run it equally often"
+            if any(run.times.get(line) and _times(run, line) is not None for run in runs.values()):
+                shown = ", ".join(map(str, times[:MOST_NUMBERS]))
+                note = f"runs {shown}{', ...' if len(runs) > MOST_NUMBERS else ''} times, by rank"
+            found.append(PointedLine(line, note))
+    return found
