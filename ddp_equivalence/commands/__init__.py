@@ -7,16 +7,12 @@ before it runs. Bad input raises BadCase.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
-from ddp_equivalence.commands import check, gate, observe, receipt, report, run, verify_receipt
+from ddp_equivalence.commands import check, explore, faults, matrix, observe, record, records, run
 from ddp_equivalence.commands.doctor import command as doctor
 from ddp_equivalence.commands.explain import command as explain
-from ddp_equivalence.commands.explore import command as explore
-from ddp_equivalence.commands.faults import command as faults
-from ddp_equivalence.commands.matrix import command as matrix
-from ddp_equivalence.commands.record import command as record
 from ddp_equivalence.commands.sandbox import command as sandbox
 
 if TYPE_CHECKING:
@@ -24,34 +20,31 @@ if TYPE_CHECKING:
     """The collection of parsers to which every command adds its own."""
 
 
-class Command(Protocol):
-    """The functions of every command's module."""
+class Command(NamedTuple):
+    """``add`` adds the command's parser. ``run`` runs it and returns the exit code.
 
-    def add(self, commands: Commands, /) -> None:
-        """Add the command's parser."""
+    ``arguments.rest``: the arguments that no parser knows. Only the command ``run`` accepts such
+    arguments; it hands them to pytest.
+    """
 
-    def run(self, arguments: argparse.Namespace, /) -> int:
-        """Run the command and return the exit code.
-
-        ``arguments.rest``: the arguments that no parser knows. Only the command ``run`` accepts
-        such arguments; it hands them to pytest.
-        """
+    add: Callable[[Commands], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 COMMANDS: Mapping[str, Command] = {
-    "run": run,
-    "check": check,
-    "observe": observe,
-    "record": record,
-    "gate": gate,
-    "matrix": matrix,
-    "report": report,
-    "receipt": receipt,
-    "verify-receipt": verify_receipt,
-    "explore": explore,
-    "faults": faults,
-    "explain": explain,
-    "sandbox": sandbox,
-    "doctor": doctor,
+    "run": Command(run.add, run.run),
+    "check": Command(check.add, check.run),
+    "observe": Command(observe.add, observe.run),
+    "record": Command(record.add, record.run),
+    "gate": Command(records.add_gate, records.run_gate),
+    "matrix": Command(matrix.add, matrix.run),
+    "report": Command(records.add_report, records.run_report),
+    "receipt": Command(records.add_receipt, records.run_receipt),
+    "verify-receipt": Command(records.add_verify_receipt, records.run_verify_receipt),
+    "explore": Command(explore.add, explore.run),
+    "faults": Command(faults.add, faults.run),
+    "explain": Command(explain.add, explain.run),
+    "sandbox": Command(sandbox.add, sandbox.run),
+    "doctor": Command(doctor.add, doctor.run),
 }
 """The commands by name, in the order in which --help lists them."""

@@ -1,10 +1,11 @@
-"""ddp-equivalence check FILE.py: your own case and step."""
+"""``ddp-equivalence check FILE.py``: your own case and step."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -12,34 +13,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
-from ddp_equivalence.commands.output import kept_output, require_writable_folder
+from ddp_equivalence.commands.output import kept_output, report_of_kept, require_writable_folder
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.text import painted, width_of
 
 if TYPE_CHECKING:
-    from ddp_equivalence.case.case import Case
     from ddp_equivalence.commands import Commands
     from ddp_equivalence.report.verdict import Verdict
-
-
-# ``ddp-equivalence check FILE.py``: your own case and step.
-
-CASE_OPTIONS = ("layout", "shards", "seed")
-"""Options of the command line that replace the field of the case that has the same name."""
-
-CHECK_OPTIONS = (
-    *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
-    *("in_process", "allow_changes"),
-)
-"""Options of the command line that become the argument of check() that has the same name."""
 
 EXPORT_OPTIONS = (
     *("compare", "lr", "steps", "backend"),
     *("optimizer", "clip", "reference", "seeds"),
 )
 """Arguments of check() that the exported script takes too."""
-
-DTYPES = ("float64", "float32", "bfloat16", "float16", "as-built")
 
 
 def add(commands: Commands) -> None:
@@ -57,8 +43,27 @@ def add(commands: Commands) -> None:
         "another step in it, a tuple (case, step) or (case, step, options), or a strategy such as "
         "ddp_mean",
     )
-    _add_options_of_the_case(parser)
-    _add_options_of_the_check(parser)
+    of_case = parser.add_argument_group("in place of what the case has")
+    for name, kind, text in OF_CASE:
+        of_case.add_argument(f"--{name}", type=kind, help=text)
+    of_case.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16", "as-built"),
+        help="as-built keeps the dtype of the model",
+    )
+    of_check = parser.add_argument_group("how it is checked")
+    for name, kind, metavar, text in OF_CHECK:
+        of_check.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    for name, text in SWITCHES_OF_CHECK.items():
+        of_check.add_argument(f"--{name}", action="store_true", default=None, help=text)
+    parser.add_argument(
+        "--trial-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="the time for trying small edits of a step that differs without a known cause, and "
+        "so finding the line to change; 0: none are tried; default "
+        f"{settings.Settings.trial_seconds:g}",
+    )
     parser.add_argument(
         "--explore",
         type=int,
@@ -85,70 +90,44 @@ def add(commands: Commands) -> None:
     )
 
 
-def _add_options_of_the_case(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layout", help="replace the layout of the case by this, such as 2x2")
-    parser.add_argument("--shards", help="replace the shards of the case by these, such as 5+3")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="replace the dtype of the case by this; as-built keeps the dtype of the model",
-    )
-    parser.add_argument("--seed", type=int, help="replace the seed of the case by this")
-    parser.add_argument(
-        "--examples",
-        metavar="N or 0,1,5",
-        help="take only the first N examples of the batch, or those at these positions",
-    )
+OF_CASE: tuple[tuple[str, Callable[[str], Any], str], ...] = (
+    ("layout", str, "such as 2x2"),
+    ("shards", str, "such as 5+3"),
+    ("seed", int, "a whole number"),
+    (
+        "examples",
+        str,
+        "only the first N examples of the batch, or those at positions such as 0,1,5",
+    ),
+)
+"""Options that replace something of the case: name, type and help."""
 
+OF_CHECK: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
+    (
+        *("backend", str, None),
+        "auto, gloo, gloo_cuda, nccl, nccl_shared (ranks share GPUs), nccl2 or nccl-legacy; auto "
+        "takes NCCL if there is a GPU, shared if there are too few, and gloo on the CPU else",
+    ),
+    (
+        *("compare", str, None),
+        "gradients (the default), or update, which is how far the weights have moved",
+    ),
+    ("steps", int, "N", "read the batch as N consecutive big batches"),
+    ("lr", float, None, "with --compare update: the learning rate of the reference's SGD"),
+    ("deadline", float, "SECONDS", "the time that the ranks get for the case"),
+    (
+        *("collective-deadline", float, "SECONDS"),
+        "the time that one collective gets; default half of the deadline",
+    ),
+)
+"""Options that become the argument of check() that has the same name: with type, metavar, help."""
 
-def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        help="auto, gloo, gloo_cuda, nccl, nccl_shared (ranks share GPUs), nccl2 or nccl-legacy; "
-        "auto takes NCCL if there is a GPU, shared if there are too few, and gloo on the CPU else",
-    )
-    parser.add_argument(
-        "--compare",
-        help="what is compared: gradients (the default), or update, which is how far the weights "
-        "have moved",
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="read the batch as N consecutive big batches"
-    )
-    parser.add_argument(
-        "--lr", type=float, help="with --compare update: the learning rate of the reference's SGD"
-    )
-    parser.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="the time that the ranks get for the case"
-    )
-    parser.add_argument(
-        "--collective-deadline",
-        type=float,
-        metavar="SECONDS",
-        help="the time that one collective gets; default half of the deadline",
-    )
-    parser.add_argument(
-        "--trial-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="the time for trying small edits of a step that differs without a known cause, and "
-        "so finding the line to change; 0: none are tried; default "
-        f"{settings.Settings.trial_seconds:g}",
-    )
-    parser.add_argument(
-        "--in-process",
-        action="store_true",
-        default=None,
-        help="run rank 0 in this process, without a deadline, so that breakpoint() works in the "
-        "step",
-    )
-    parser.add_argument(
-        "--allow-changes",
-        action="store_true",
-        default=None,
-        help="do not fail if the step changes its process (seed, environment, default dtype, "
-        "threads ...)",
-    )
+SWITCHES_OF_CHECK = {
+    "in-process": "run rank 0 in this process, without a deadline, so that breakpoint() works in "
+    "the step",
+    "allow-changes": "do not fail if the step changes its process (seed, environment, default "
+    "dtype, threads ...)",
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -156,31 +135,43 @@ def run(arguments: argparse.Namespace) -> int:
     path, name = _target(arguments.target)
     require_writable_folder("export_repro", arguments.export_repro)
     _check_exploration(arguments)
+    trial_seconds = arguments.trial_seconds
+    if trial_seconds is None:
+        trial_seconds = settings.current().trial_seconds
+    if not 0 <= trial_seconds < float("inf"):
+        raise BadCase("trial_seconds", trial_seconds, settings.RIGHT_TRIAL_SECONDS)
     start_early()  # the ranks' server imports torch while this process does
     reports = settings.replaced(
         full_report=arguments.full,
         full_report_with="--full",
-        trial_seconds=_trial_seconds(arguments.trial_seconds),
+        trial_seconds=trial_seconds,
+        repeat=repeating_command(arguments),
     )
-    with settings.using(replace(reports, repeat=repeating_command(arguments))):
+    with settings.using(reports):
         return _run(arguments, path, name)
 
 
 def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
+    import torch
+
     from ddp_equivalence.case import build
     from ddp_equivalence.checking.check import check
     from ddp_equivalence.commands.user_file import load
 
     user_check = load(path, name)
-    changes = _changes_of_the_case(arguments)
-    given_options = _given(arguments, CHECK_OPTIONS)
+    changes = _given(arguments, ["layout", "shards", "seed"])
+    if arguments.dtype is not None:
+        as_built = arguments.dtype == "as-built"
+        changes["dtype"] = None if as_built else getattr(torch, arguments.dtype)
+    names = [
+        option.replace("-", "_") for option in [*(row[0] for row in OF_CHECK), *SWITCHES_OF_CHECK]
+    ]
+    given_options = _given(arguments, names)
     options = user_check.options | given_options
     _require_known_options(options)
-    examples = None
-    if arguments.examples is not None:
-        examples = build.parse(arguments.examples)
+    examples = None if arguments.examples is None else build.parse(arguments.examples)
     if arguments.explore is not None:
-        from ddp_equivalence.commands.explore.variations_command import explore_variations
+        from ddp_equivalence.commands.exploration import explore_variations
 
         fixed = changes if examples is None else changes | {"examples": examples}
         with_options = replace(user_check, options=options)
@@ -188,26 +179,18 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
             with_options, fixed, arguments.explore, arguments.target, given_options
         )
         return EXIT_CODE_OF_OUTCOME[outcome]
-    case: Case = replace(user_check.case, **changes)
+    case = replace(user_check.case, **changes)
     case = case if examples is None else build.with_examples(case, examples)
     stdout = sys.stdout
     with kept_output(unless=bool(options.get("in_process"))) as printed:
         verdict = check(case, user_check.step, **options)
         report = _report(verdict, stdout)
-    print(report + printed.report(arguments.full), end="")
+    print(report + report_of_kept(printed.getvalue(), arguments.full), end="")
     if arguments.github and verdict.outcome != "same":
         print(_annotation(verdict))
     if arguments.export_repro is not None:
         print(_reproduction(verdict, user_check.step, options, arguments.export_repro))
     return EXIT_CODE_OF_OUTCOME[verdict.outcome]
-
-
-def _trial_seconds(given: float | None) -> float:
-    if given is None:
-        return settings.current().trial_seconds
-    if not 0 <= given < float("inf"):
-        raise BadCase("trial_seconds", given, settings.RIGHT_TRIAL_SECONDS)
-    return given
 
 
 def _check_exploration(arguments: argparse.Namespace) -> None:
@@ -236,22 +219,10 @@ def _target(text: str) -> tuple[Path, str]:
     return Path(file), name
 
 
-def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     """Those of the named options that the command line has, with their values."""
-    return {
-        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
-    }
-
-
-def _changes_of_the_case(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the case that the command line replaces."""
-    import torch
-
-    changes = _given(arguments, CASE_OPTIONS)
-    if arguments.dtype is not None:
-        as_built = arguments.dtype == "as-built"
-        changes["dtype"] = None if as_built else getattr(torch, arguments.dtype)
-    return changes
+    given = vars(arguments)
+    return {name: given[name] for name in names if given[name] is not None}
 
 
 def _require_known_options(options: dict[str, Any]) -> None:
@@ -300,8 +271,6 @@ def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: 
         return f"reproduction: none, {error}"
     return f"reproduction: {path} ({command_of(path)})"
 
-
-# The command that repeats ``ddp-equivalence check`` with the options that it was given.
 
 NOT_REPEATED = frozenset(
     ("command", "target", "rest", "explore", "export_repro", "full", "github", "in_process")

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
-from ddp_equivalence.commands.output import (
-    Parser,
-    output,
-    refusal,
-    refuse_unknown,
-    sigterm_interrupts,
-)
+from ddp_equivalence.commands.output import Parser, output, refusal, sigterm_interrupts
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -47,7 +41,7 @@ def _run(command_line: Sequence[str] | None) -> int:
         arguments.paths += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest and arguments.command != "run":  # run gives them to pytest
-        refuse_unknown(commands.choices[arguments.command], rest)
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
         with sigterm_interrupts() as interruption:

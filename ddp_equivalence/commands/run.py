@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.output import require_writable_file, require_writable_folder
+from ddp_equivalence.commands.suite_folder import TESTS, cache_folder, is_checkout, suite_folder
 from ddp_equivalence.ranks.backend_names import LANES
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="say what this machine has, what would run on which lane, what would not and why, and "
-        "about how long it would take; run nothing",
+        help="say what this machine has, what would run on which lane, what would not and why; run "
+        "nothing",
     )
     parser.add_argument(
         "--record",
@@ -71,8 +71,6 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Become pytest, which runs the comparisons. Raises BadCase if the results have no place."""
-    from ddp_equivalence.commands.suite_folder import TESTS, is_checkout, suite_folder
-
     require_writable_file("json", arguments.json)
     record = _folder_of_records(arguments.record)
     rest, must_run = arguments.rest, list(_must_run(arguments.must_run))
@@ -97,8 +95,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if arguments.plan:
         of_pytest.append("--ddp-plan")
     if not is_checkout():
-        cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
-        of_pytest += ["-o", f"cache_dir={cache}"]
+        of_pytest += ["-o", f"cache_dir={cache_folder()}"]
     os.chdir(suite_folder())
     # This process becomes pytest, so that Ctrl-C reaches one process only. Pytest would also warn
     # of modules of the package that were imported before it loads the plugin; after execv there
@@ -130,8 +127,6 @@ def _gpu_lanes() -> Iterator[str]:
 
 def _folder_of_records(given: Path | None) -> Path | None:
     """Where the page of this run goes; None if no page is wanted. Raises BadCase."""
-    from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
-
     if given is None:
         return None
     if given is OF_THE_CHECKOUT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 from ddp_equivalence.case.errors import SuiteBug
@@ -23,3 +25,8 @@ def suite_folder() -> Path:
 def is_checkout() -> bool:
     """True if the suite lies beside the package."""
     return suite_folder() == PACKAGE.parent
+
+
+def cache_folder() -> Path:
+    """A folder for pytest's cache where that must not lie beside the tests."""
+    return Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"

@@ -67,7 +67,7 @@ class Fault:
     strategy_differs_anyway: bool = False
     """The strategy differs without the fault too: the cause lies in the model, loss or data."""
     own_step: str = "with_ddp"
-    """The step in commands/faults/own_steps.py that the fault is also planted in; "" if its damage
+    """The step in commands/own_steps.py that the fault is also planted in; "" if its damage
     is done in no line of such a step."""
     acts_at: tuple[str, ...] = ("wrap", "backward")
     """The lines of that step at which the fault acts: a report must point at one of them."""

@@ -1,41 +1,62 @@
-"""The pytest plugin's hooks. What they do is in the files beside this one.
+"""The pytest plugin's hooks and its fixture. What the hooks do is in the files beside this one.
 
 Pytest imports the plugin in every run, so nothing here imports torch before a check needs it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.pytest_plugin import on_terminal, options, ranks_of_run
+from ddp_equivalence.diagnosis.time_left import progress_shown_by
+from ddp_equivalence.pytest_plugin import options, table
 from ddp_equivalence.pytest_plugin.guards import Planting, UnreadVerdicts
-from ddp_equivalence.pytest_plugin.options import MARKERS, RunDeadline, check_markers
-from ddp_equivalence.pytest_plugin.ranks_of_run import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.results import (
+    RecordedLines,
     RunResults,
     attach,
-    checks_recorded,
-    export,
-    not_run_of,
-    of_expected_failure,
-    records_of,
-    requests_kept,
-    say_if_not_written,
-    spent,
-    written,
+    checks_noted,
+    write_json,
 )
-from ddp_equivalence.pytest_plugin.suite_run import SELECTION, SUITE_RUN
-from ddp_equivalence.report.text import Line, Style
+from ddp_equivalence.report.text import annotation
 
-__all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
+if TYPE_CHECKING:
+    from ddp_equivalence.report.record import Record
+    from ddp_equivalence.report.verdict import Verdict
 
 _results = pytest.StashKey[RunResults]()
 _settings = pytest.StashKey[settings.Settings]()
+_started = pytest.StashKey[bool]()
+_not_written = pytest.StashKey[str]()
+
+
+class Equivalence:
+    """``check`` and ``assert_equivalent``, imported when they are first used."""
+
+    @property
+    def check(self) -> Callable[..., Verdict]:
+        from ddp_equivalence.checking.check import check
+
+        return check
+
+    @property
+    def assert_equivalent(self) -> Callable[..., Verdict]:
+        from ddp_equivalence.checking.check import assert_equivalent
+
+        return assert_equivalent
+
+
+@pytest.fixture(scope="session")
+def equivalence() -> Equivalence:
+    """Compare with one big batch: ``equivalence.assert_equivalent(Case(...), my_step)``."""
+    return Equivalence()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,57 +64,85 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in MARKERS:
+    for marker in options.MARKERS:
         config.addinivalue_line("markers", marker)
     options.check_options(config)
-    run_until = None
+    register, run_until = config.pluginmanager.register, None
     if config.getoption("--ddp-run-deadline") is not None:
-        deadline = RunDeadline(config)
+        deadline = options.RunDeadline(config)
         run_until = deadline.end
-        config.pluginmanager.register(deadline)
+        register(deadline)
     config.stash[_settings] = options.settings_of_run(config, run_until)
     config.stash[_results] = RunResults()
-    config.pluginmanager.register(config.stash[_results])
+    register(config.stash[_results])
     if config.getoption("--ddp-lines") is not None and not hasattr(config, "workerinput"):
-        from ddp_equivalence.pytest_plugin.recorded_lines import RecordedLines
-
-        lines, of = config.getoption("--ddp-lines"), config.getoption("--ddp-lines-of")
-        config.pluginmanager.register(RecordedLines(lines, of))
-    if config.getoption("--ddp-pairwise"):
-        from ddp_equivalence.pytest_plugin.suite_run.plan import PairwiseSelection
-
-        config.pluginmanager.register(PairwiseSelection(config), SELECTION)
-    if config.getoption("--ddp-suite-run"):
+        register(RecordedLines(config.getoption("--ddp-lines"), config.getoption("--ddp-lines-of")))
+    if config.getoption("--ddp-pairwise") or config.getoption("--ddp-suite-run"):
         # It imports torch, which other people's runs do only when they need it.
-        from ddp_equivalence.pytest_plugin.suite_run import plugin
+        from ddp_equivalence.pytest_plugin import suite_run
 
-        plugin.register(config, config.stash[_results])
+        suite_run.register(config, config.stash[_results])
     if (fault := config.getoption("--plant")) is not None:
-        config.pluginmanager.register(Planting(fault))
+        register(Planting(fault))
     else:
         # A planted fault has been noticed only by a test that fails because of it.
-        config.pluginmanager.register(UnreadVerdicts(config))
+        register(UnreadVerdicts(config))
+
+
+USES_THIS_PACKAGE = re.compile(
+    rb"\bddp_equivalence\b|\bequivalence\.(check|assert_equivalent)\b",
+)
+"""Matches in every test file that compares something with one big batch."""
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    ranks_of_run.start_for(file_path, parent.config)
+    """Start the server of ranks, which is slow, with the first file that will need it."""
+    config = parent.config
+    runs = not config.getoption("collectonly") and not config.getoption("--ddp-plan")
+    if config.stash.get(_started, False) or not runs or file_path.suffix != ".py":
+        return
+    try:
+        uses_this_package = USES_THIS_PACKAGE.search(file_path.read_bytes())
+    except OSError:  # pytest will say why the file cannot be read
+        return
+    if uses_this_package:
+        from ddp_equivalence.ranks.server import start_early
+
+        config.stash[_started] = True
+        start_early()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        check_markers(item)
+        options.check_markers(item)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with (
-        settings.using(options.settings_of_test(item, item.config.stash[_settings])),
-        checks_recorded(item),
-        requests_kept(item),
-        on_terminal.added_to_report(item),
-        on_terminal.shown_on_the_terminal(item.config),
-    ):
+    of_test = options.settings_of_test(item, item.config.stash[_settings])
+    with settings.using(of_test), checks_noted(item), _progress_on_terminal(item.config):
         return (yield)
+
+
+def _progress_on_terminal(config: pytest.Config) -> AbstractContextManager[None]:
+    """Inside the block, an explanation that takes long tells the terminal, past pytest's capture.
+
+    A worker of xdist has no terminal, and shows nothing.
+    """
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    capture = config.pluginmanager.get_plugin("capturemanager")
+
+    def show(line: str) -> None:
+        if reporter is None:
+            return
+        if capture is None:  # pytest -p no:capture
+            reporter.write_line(line)
+            return
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+
+    return progress_shown_by(show)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,12 +150,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    records, not_run = records_of(item, report), not_run_of(item, report)
-    expected_failure = of_expected_failure(item, report)
-    attach(report, records, expected_failure, not_run, spent())
-    if report.failed:
-        lines = export(item)
-        report.sections += [("reproduction", line) for line in lines]
+    attach(item, report)
     return report
 
 
@@ -118,11 +162,17 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     config = session.config
     results = config.stash[_results]
     if not hasattr(config, "workerinput") and not config.getoption("--ddp-plan"):
-        if session.exitstatus == pytest.ExitCode.OK and _has_not_shown_enough(results, config):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if not written(config, results) and session.exitstatus == pytest.ExitCode.OK:
+        config.stash[_not_written] = why = write_json(config, results)
+        if session.exitstatus == pytest.ExitCode.OK and (why or not _is_enough(results, config)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
+
+
+def _is_enough(results: RunResults, config: pytest.Config) -> bool:
+    """False if a lane that must run did not, or if nothing was compared though that is required."""
+    if config.getoption("--ddp-require-comparison") and not results.compared:
+        return False
+    return not results.lanes_missing(config.getoption("--must-run"))
 
 
 def pytest_terminal_summary(
@@ -131,25 +181,20 @@ def pytest_terminal_summary(
     if config.getoption("--ddp-plan"):
         return
     results, must_run = config.stash[_results], config.getoption("--must-run")
-    say_if_not_written(config, terminalreporter)
-    if config.getoption("--ddp-github"):
-        on_terminal.write_annotations(terminalreporter, results)
+    if why := config.stash.get(_not_written, ""):
+        terminalreporter.line(why, red=True)
+    for record in results.records if config.getoption("--ddp-github") else ():
+        if record.report and _has_failed(record):
+            text = annotation(record.file, record.line, record.headline, record.report)
+            terminalreporter.line(text)
     if results.is_empty and not must_run and not config.getoption("--ddp-require-comparison"):
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")
-    on_terminal.write(terminalreporter, results, must_run)
-    selection = config.pluginmanager.get_plugin(SELECTION)
-    if selection is not None:
-        on_terminal.write_lines(terminalreporter, selection.after)
-    if text := ranks_of_run.too_many(config, results.records):
-        on_terminal.write_lines(terminalreporter, [Line(text, Style.UNCERTAIN)])
-    suite_run = config.pluginmanager.get_plugin(SUITE_RUN)
-    if suite_run is not None:
-        on_terminal.write_lines(terminalreporter, suite_run.after)
+    table.write_lines(terminalreporter, table.summary_lines(results, must_run))
 
 
-def _has_not_shown_enough(results: RunResults, config: pytest.Config) -> bool:
-    """True if a required lane did not run, or if nothing was compared although that is required."""
-    if config.getoption("--ddp-require-comparison") and not results.compared:
-        return True
-    return bool(results.lanes_missing(config.getoption("--must-run")))
+def _has_failed(record: Record) -> bool:
+    """True if the test of this check failed because of it."""
+    if record.known:
+        return not record.confirmed
+    return record.outcome != record.expected

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,90 +22,76 @@ from ddp_equivalence.report.text import FILE, FOLDER, why_no_file, why_no_folder
 MARGIN_OF_PYTEST = len("E   ")
 """Columns that pytest puts before every line of a failure."""
 
+ABOVE_0 = "a number of seconds above 0"
+
+
+def _seconds(text: str) -> float:
+    return _number(text, ABOVE_0, _is_seconds)
+
+
+def _seconds_or_none(text: str) -> float:
+    return _number(text, RIGHT_TRIAL_SECONDS, lambda value: value == 0 or _is_seconds(value))
+
+
+def _number(text: str, right: str, is_right: Callable[[Any], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_right(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {right}")
+    return value
+
+
+def _is_seconds(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < math.inf
+
 
 def add_options(parser: pytest.Parser) -> None:
-    """All options of the plugin."""
-    group = parser.getgroup("ddp_equivalence", "ddp_equivalence: compared with one big batch")
-    _add_options_of_ranks(group)
-    _add_options_of_checks(group)
-    _add_options_of_results(group)
+    """Add all options of the plugin."""
+    add = parser.getgroup(
+        "ddp_equivalence", "ddp_equivalence: compared with one big batch"
+    ).addoption
 
+    def seconds(name: str, help_: str, default: float | None = None, type_: Any = _seconds) -> None:
+        add(name, type=type_, default=default, metavar="SECONDS", help=help_)
 
-def _add_options_of_ranks(group: pytest.OptionGroup) -> None:
-    group.addoption(
+    add(
         "--ddp-backend",
         choices=BACKENDS,
         default="auto",
         help="backend of the ranks; auto takes NCCL if there is a GPU, which ranks share if there "
         "are too few (nccl_shared), and gloo on the CPU otherwise",
     )
-    group.addoption(
-        "--ddp-deadline",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time that the ranks of one check get (default 60)",
-    )
-    group.addoption(
-        "--ddp-collective-deadline",
-        type=_seconds,
-        default=None,
-        metavar="SECONDS",
-        help="time that one collective gets (default: half the time of the check)",
-    )
-    group.addoption(
+    seconds("--ddp-deadline", "time that the ranks of one check get (default 60)", 60.0)
+    seconds("--ddp-collective-deadline", "time that one collective gets (default: half of that)")
+    seconds(
         "--ddp-run-deadline",
-        type=_seconds,
-        default=None,
-        metavar="SECONDS",
-        help="time that the whole run gets; tests that have not started by then do not run, and "
-        "the run fails (default: no limit)",
+        "time that the whole run gets; tests that have not started by then do not run, and the run "
+        "fails (default: no limit)",
     )
-    group.addoption(
-        "--fresh-ranks",
-        action="store_true",
-        help="start new processes for every check; by default checks share ranks that stay alive",
-    )
-    group.addoption(
-        "--in-process",
-        action="store_true",
-        help="run rank 0 in the process of the test, without a deadline: breakpoint() works in a "
-        "step",
-    )
-
-
-def _add_options_of_checks(group: pytest.OptionGroup) -> None:
-    group.addoption(
-        "--ddp-allow-changes",
-        action="store_true",
-        help="do not fail a check because its step changes the process (seed, environment, "
-        "default dtype, threads left running ...); the changes are undone in any case",
-    )
-    group.addoption(
-        "--ddp-no-second-look",
-        action="store_true",
-        help="run each step only once. By default a step that hung or was aborted runs again on "
-        "fresh ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, and a step that differs runs again while "
-        "it is watched",
-    )
-    group.addoption(
+    seconds(
         "--ddp-trial-seconds",
-        type=_seconds_or_none,
-        default=settings.Settings.trial_seconds,
-        metavar="SECONDS",
-        help="the time that a check may take to try small edits of a step that differs without a "
-        "known cause, and so to find the line to change; 0: none are tried; default %(default)g",
+        "the time that a check may take to try small edits of a step that differs without a known "
+        "cause, and so to find the line to change; 0: none are tried; default %(default)g",
+        settings.Settings.trial_seconds,
+        _seconds_or_none,
     )
-    group.addoption(
+    for name, help_ in SWITCHES.items():
+        add(name, action="store_true", help=help_)
+    add(
         "--plant",
         metavar="NAME",
         help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
         "`ddp-equivalence faults --list` lists all) and list the tests that do not notice",
     )
+    _add_options_of_results(add)
 
 
-def _add_options_of_results(group: pytest.OptionGroup) -> None:
-    group.addoption(
+def _add_options_of_results(add: Callable[..., None]) -> None:
+    add(
         "--must-run",
         action="append",
         choices=LANES,
@@ -112,62 +100,42 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
         help=f"fail unless something was compared on this lane ({', '.join(LANES)}); "
         "nccl and nccl_shared also forbid falling back to gloo on the CPU; may be repeated",
     )
-    group.addoption(
-        "--ddp-json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
-    )
-    group.addoption(
+    add("--ddp-json", type=Path, metavar="PATH", help="write the results to this file, as JSON")
+    add(
         "--ddp-export-repro",
         type=Path,
         metavar="DIR",
         help="for every check that differs in a failing test, write one plain torch script that "
         "shows the difference without this package, for a bug report",
     )
-    group.addoption(
-        "--ddp-full",
-        action="store_true",
-        help="report all that is known of a difference, also the causes that were ruled out; by "
-        "default a report fits on one screen",
-    )
-    group.addoption(
-        "--ddp-github",
-        action="store_true",
-        help="print an annotation for GitHub Actions for every failing check, at the line of the "
-        "code that its report points at",
-    )
-    # For ``ddp-equivalence run``: the run fails if it compares nothing.
-    group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
-    group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
-    # For ``ddp-equivalence run``: it shows its plan, how far it is, and the GPUs that it used.
-    group.addoption("--ddp-suite-run", action="store_true", help=argparse.SUPPRESS)
-    group.addoption("--ddp-plan", action="store_true", help=argparse.SUPPRESS)
-    group.addoption("--ddp-record", type=Path, help=argparse.SUPPRESS)
-    # For both of these and ``record``: all pairs of values of the catalogue, in few tests.
-    group.addoption("--ddp-pairwise", action="store_true", help=argparse.SUPPRESS)
-    # For ``ddp-equivalence record``: it adds every test and check to a record, under these names.
-    group.addoption("--ddp-lines", type=Path, help=argparse.SUPPRESS)
-    group.addoption("--ddp-lines-of", default="", help=argparse.SUPPRESS)
+    # For ``ddp-equivalence run`` and ``record``.
+    add("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
+    add("--ddp-record", type=Path, help=argparse.SUPPRESS)
+    add("--ddp-lines", type=Path, help=argparse.SUPPRESS)
+    add("--ddp-lines-of", default="", help=argparse.SUPPRESS)
 
 
-def _seconds(text: str) -> float:
-    seconds = _number(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
-    return seconds
-
-
-def _seconds_or_none(text: str) -> float:
-    seconds = _number(text)
-    if not 0 <= seconds < float("inf"):
-        right = settings.RIGHT_TRIAL_SECONDS
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {right}")
-    return seconds
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+SWITCHES = {
+    "--fresh-ranks": "start new processes for every check; by default checks share ranks that stay "
+    "alive",
+    "--in-process": "run rank 0 in the process of the test, without a deadline: breakpoint() works "
+    "in a step",
+    "--ddp-allow-changes": "do not fail a check because its step changes the process (seed, "
+    "environment, default dtype, threads left running ...); the changes are undone in any case",
+    "--ddp-no-second-look": "run each step only once. By default a step that hung or was aborted "
+    "runs again on fresh ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, and a step that differs runs "
+    "again while it is watched",
+    "--ddp-full": "report all that is known of a difference, also the causes that were ruled out; "
+    "by default a report fits on one screen",
+    "--ddp-github": "print an annotation for GitHub Actions for every failing check, at the line "
+    "of the code that its report points at",
+    # For ``ddp-equivalence run``, and the last one for ``record`` too.
+    "--ddp-require-comparison": argparse.SUPPRESS,
+    "--ddp-suite-run": argparse.SUPPRESS,
+    "--ddp-plan": argparse.SUPPRESS,
+    "--ddp-pairwise": argparse.SUPPRESS,
+}
+"""The options without a value, with their help."""
 
 
 def check_options(config: pytest.Config) -> None:
@@ -183,17 +151,15 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--in-process: does not work with -n, because the workers of xdist have no terminal"
         )
-    if not hasattr(config, "workerinput"):  # under xdist the controller has checked the paths
-        _check_path(config, "--ddp-json", FILE, why_no_file)
-        _check_path(config, "--ddp-export-repro", FOLDER, why_no_folder)
-
-
-def _check_path(
-    config: pytest.Config, option: str, right: str, why_not: Callable[[Path], str]
-) -> None:
-    path: Path | None = config.getoption(option)
-    if path is not None and (reason := why_not(path)):
-        raise pytest.UsageError(f"{option} {path}: expected {right}; {reason}")
+    if hasattr(config, "workerinput"):
+        return  # the controller has checked the paths
+    for option, right, why_not in (
+        ("--ddp-json", FILE, why_no_file),
+        ("--ddp-export-repro", FOLDER, why_no_folder),
+    ):
+        path: Path | None = config.getoption(option)
+        if path is not None and (reason := why_not(path)):
+            raise pytest.UsageError(f"{option} {path}: expected {right}; {reason}")
 
 
 def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.Settings:
@@ -245,34 +211,26 @@ MARKERS = (
     "trial(strategy, layout, lane): one case of the catalogue, for the closing table",
 )
 
-MARKER_SETTINGS = {
-    "deadline": "a number of seconds above 0",
-    "collective_deadline": "a number of seconds above 0",
-    "fresh_ranks": "True or False",
-    "in_process": "True or False",
-    "allow_changes": "True or False",
-    "second_look": "True or False",
-    "trial_seconds": RIGHT_TRIAL_SECONDS,
-}
-"""Setting of ``@pytest.mark.ddp`` -> the values that it accepts."""
+BOOLEANS = ("fresh_ranks", "in_process", "allow_changes", "second_look")
+TIMES = ("deadline", "collective_deadline", "trial_seconds")
 
 
 def check_markers(item: pytest.Item) -> None:
     """Raises UsageError for a marker of the test whose arguments cannot be right."""
-    for marker in item.iter_markers("ddp"):
-        _check_settings(f"{item.nodeid}: @pytest.mark.ddp", marker)
-    for marker in item.iter_markers("planted_fault"):
-        if len(marker.args) != 1 or not _is_fault(marker.args[0]):
-            right = "the name of one fault, such as sum_not_mean"
-            raise pytest.UsageError(f"{_as_written(item, marker)}: expected {right}")
-    for marker in item.iter_markers("trial"):
-        if len(marker.args) != 3:
+    for marker in item.iter_markers():
+        right = ""
+        if marker.name == "ddp":
+            right = _right_settings(marker)
+        elif marker.name == "planted_fault":
+            if len(marker.args) != 1 or not _is_fault(marker.args[0]):
+                right = "the name of one fault, such as sum_not_mean"
+        elif marker.name == "trial" and len(marker.args) != 3:
             right = "strategy, layout and lane"
-            raise pytest.UsageError(f"{_as_written(item, marker)}: expected {right}")
-
-
-def _as_written(item: pytest.Item, marker: pytest.Mark) -> str:
-    return f"{item.nodeid}: @pytest.mark.{marker.name}({', '.join(map(repr, marker.args))})"
+        if right:
+            given = [repr(value) for value in marker.args]
+            given += [f"{name}={value!r}" for name, value in marker.kwargs.items()]
+            written = f"{item.nodeid}: @pytest.mark.{marker.name}({', '.join(given)})"
+            raise pytest.UsageError(f"{written}: expected {right}")
 
 
 def _is_fault(name: object) -> bool:
@@ -281,25 +239,20 @@ def _is_fault(name: object) -> bool:
     return isinstance(name, str) and name in FAULTS
 
 
-def _check_settings(where: str, marker: pytest.Mark) -> None:
-    names = ", ".join(MARKER_SETTINGS)
-    for value in marker.args:
-        raise pytest.UsageError(f"{where}({value!r}): expected name=value with one of {names}")
-    for name, value in marker.kwargs.items():
-        if name not in MARKER_SETTINGS:
-            raise pytest.UsageError(f"{where}({name}): expected one of {names}")
-        right = MARKER_SETTINGS[name]
-        is_bool = isinstance(value, bool)
-        may_be_zero = name == "trial_seconds" and value == 0
-        is_number = isinstance(value, int | float) and not is_bool
-        is_seconds = is_number and (0 < value < float("inf") or may_be_zero)
-        if not (is_bool if right == "True or False" else is_seconds):
-            raise pytest.UsageError(f"{where}({name}={value!r}): expected {right}")
-    deadline, collective = map(marker.kwargs.get, ("deadline", "collective_deadline"))
-    if deadline is not None and collective is not None and collective >= deadline:
-        raise pytest.UsageError(
-            f"{where}(collective_deadline={collective!r}): must be below the deadline, {deadline!r}"
-        )
+def _right_settings(marker: pytest.Mark) -> str:
+    """What would be right instead of the arguments of ``@pytest.mark.ddp``; "" if they are."""
+    given = marker.kwargs
+    if marker.args or given.keys() - {*TIMES, *BOOLEANS}:
+        return f"name=value with one of {', '.join((*TIMES, *BOOLEANS))}"
+    for name, value in given.items():
+        if name in BOOLEANS and not isinstance(value, bool):
+            return f"True or False for {name}"
+        may_be_zero = name == "trial_seconds" and value == 0 and not isinstance(value, bool)
+        if name in TIMES and not may_be_zero and not _is_seconds(value):
+            return f"{RIGHT_TRIAL_SECONDS if name == 'trial_seconds' else ABOVE_0} for {name}"
+    if given.get("collective_deadline", 0) >= given.get("deadline", math.inf):
+        return "a collective_deadline below the deadline"
+    return ""
 
 
 # ``pytest --ddp-run-deadline SECONDS``: after this time no test starts, and the run fails.

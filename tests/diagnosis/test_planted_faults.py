@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddp_equivalence import check
-from ddp_equivalence.commands.faults.table import result_of
+from ddp_equivalence.commands.planting import result_of
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted

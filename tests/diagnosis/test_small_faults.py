@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.commands.faults.table import off_by_a_factor, one_element
+from ddp_equivalence.commands.planting import off_by_a_factor, one_element
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 
 pytestmark = pytest.mark.self_check

@@ -126,10 +126,3 @@ def test_more_workers_than_gpus_start_no_more_ranks() -> None:
     assert len(asked_for_three.contexts) == len(alone.contexts) > 8
     on_two = rehearse("ddp_equivalence", *FEW, "-n", "3", "--plan", gpus=2)
     assert f"-n 3 became -n 2, one worker for each GPU: {why}" in on_two.output
-
-
-def test_a_run_of_pytest_says_that_its_workers_share_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "test_shared.py").write_text(TESTS)
-    ran = rehearse("pytest", *QUIET, "-n", "2", "-k", "replicas_share", gpus=1, folder=tmp_path)
-    assert ran.returncode == 0, ran.output
-    assert "-n 2 was more than the 1 GPU that was used: " in ran.output

@@ -12,8 +12,8 @@ from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.doctor.examination import Problem
     from ddp_equivalence.commands.doctor.machine import State
+    from ddp_equivalence.commands.doctor.problems import Problem
 
 
 def add(commands: Commands) -> None:

@@ -1,11 +1,11 @@
-"""The facts about this machine that the doctor's problems are worked out from."""
+"""The facts about this machine, and the answers of its GPUs to questions with known answers."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ddp_equivalence.commands.doctor import on_rank
-from ddp_equivalence.commands.doctor.on_rank import NCCL, ONE_GPU, Answers, GpuAnswer, ask_ranks
+from ddp_equivalence.commands.doctor.on_rank import NCCL, ONE_GPU, GpuAnswer, ask_ranks
 from ddp_equivalence.ranks.gpus import Gpus, Link, gpus, plain_uuid
 from ddp_equivalence.ranks.lanes import cuda_devices
 
@@ -91,15 +91,18 @@ class State:
 
     ``outcome``: WORKS if all answers were right, WRONG if one was not, FAILED if there was none,
     NOT_RUN if the machine lacks what the question needs. ``text``: the answers in short, or the
-    reason. ``error``: the whole error that ranks raised. ``timed_out``: they gave no answer in
-    time.
+    reason. ``error``: the whole error that ranks raised. Of a GPU: ``device``, as
+    CUDA_VISIBLE_DEVICES would name it, and its ``answer``. ``without_p2p``: how a pair of GPUs that
+    is not right fared with NCCL_P2P_DISABLE=1.
     """
 
     name: str
     outcome: Outcome
     text: str
     error: str = ""
-    timed_out: bool = False
+    device: str = ""
+    answer: GpuAnswer | None = None
+    without_p2p: Outcome | None = None
 
 
 # Chooses which pairs of GPUs are tried where there are too many of them.
@@ -108,23 +111,14 @@ MAX_PAIRS = 28
 """All pairs of 8 GPUs. A pair takes some seconds."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Both in the order of their numbers."""
-
-    chosen: tuple[tuple[int, int], ...]
-    left_out: tuple[tuple[int, int], ...]
-
-
-def chosen_pairs(gpus: Sequence[int], most: int = MAX_PAIRS) -> Pairs:
-    """At most so many pairs of these GPUs, neighbours first, so that every GPU is in one."""
+def chosen_pairs(gpus: Sequence[int]) -> list[tuple[int, int]]:
+    """All pairs of these GPUs, neighbours first: of the first ``MAX_PAIRS`` no GPU is left out."""
 
     def distance(pair: tuple[int, int]) -> int:
         apart = gpus.index(pair[1]) - gpus.index(pair[0])
         return min(apart, len(gpus) - apart)  # the last is the neighbour of the first
 
-    pairs = sorted(combinations(gpus, 2), key=distance)
-    return Pairs(tuple(sorted(pairs[:most])), tuple(sorted(pairs[most:])))
+    return sorted(combinations(gpus, 2), key=distance)
 
 
 # The state of every GPU, of every pair of GPUs, and of all of them together.
@@ -144,103 +138,37 @@ ALL_PAIRS_SECONDS = 300.0
 WITHOUT_P2P = (("NCCL_P2P_DISABLE", "1"),)
 
 
-@dataclass(frozen=True)
-class GpuState:
-    """``state`` of the GPU ``device``, which CUDA_VISIBLE_DEVICES would name so.
-
-    ``answer``: None if its rank failed.
-    """
-
-    device: str
-    state: State
-    answer: GpuAnswer | None
-
-
-@dataclass(frozen=True)
-class PairState:
-    """``without_p2p``: for a pair that is not right, how it fared with NCCL_P2P_DISABLE=1."""
-
-    state: State
-    without_p2p: Outcome | None = None
-
-
-def gpu_states(devices: Sequence[str]) -> Iterator[GpuState]:
+def gpu_states(devices: Sequence[str]) -> Iterator[State]:
     """On each GPU in turn, start a context and multiply two matrices."""
     for number, device in enumerate(devices):
         began = time.monotonic()
         answers = ask_ranks(ONE_GPU, [device], on_rank.product, seconds=ALONE_SECONDS)
         seconds = time.monotonic() - began
         answer: GpuAnswer | None = answers.by_rank[0] if answers.by_rank else None
-        name = f"cuda:{number}"
-        if answer is None:
-            yield GpuState(device, _failed(name, answers), None)
-        elif answer.error:
-            state = State(name, Outcome.WRONG, _first_line(answer.error), answer.error)
-            yield GpuState(device, state, answer)
-        else:
-            text = f"{answer.name}: a product is right, started in {seconds:.1f} s"
-            yield GpuState(device, State(name, Outcome.WORKS, text), answer)
+        error = answers.error if answer is None else answer.error
+        outcome = Outcome.WORKS
+        if error:
+            outcome = Outcome.FAILED if answer is None else Outcome.WRONG
+        name = "" if answer is None else answer.name
+        text = _first_line(error) or f"{name}: a product is right, started in {seconds:.1f} s"
+        yield State(f"cuda:{number}", outcome, text, error, device, answer)
 
 
 def pair_states(
-    found: Sequence[GpuState], gpus: Gpus, clock: Callable[[], float] = time.monotonic
-) -> Iterator[PairState]:
+    found: Sequence[State], gpus: Gpus, clock: Callable[[], float] = time.monotonic
+) -> Iterator[State]:
     """Sum over each pair of the GPUs that work alone; the last state names pairs left out."""
-    working = [number for number, one in enumerate(found) if one.state.outcome is Outcome.WORKS]
-    pairs = chosen_pairs(working)
+    pairs = chosen_pairs([n for n, one in enumerate(found) if one.outcome is Outcome.WORKS])
+    chosen, left_out = sorted(pairs[:MAX_PAIRS]), sorted(pairs[MAX_PAIRS:])
     until = clock() + ALL_PAIRS_SECONDS
-    for tried, (first, second) in enumerate(pairs.chosen):
+    for tried, (first, second) in enumerate(chosen):
         if clock() >= until:
             reason = f"the time limit of {ALL_PAIRS_SECONDS:g} s for all pairs was over"
-            yield PairState(_left_out(pairs.chosen[tried:], reason))
+            yield _left_out(chosen[tried:], reason)
             break
-        yield _pair(first, second, [found[first], found[second]], gpus)
-    if pairs.left_out:
-        yield PairState(_left_out(pairs.left_out, f"at most {MAX_PAIRS} pairs are tried"))
-
-
-def all_together(found: Sequence[GpuState]) -> State:
-    """One sum over all the GPUs that work alone."""
-    devices = [one.device for one in found if one.state.outcome is Outcome.WORKS]
-    name = f"all {len(devices)}"
-    answers = ask_ranks(NCCL, devices, on_rank.all_reduce, seconds=TOGETHER_SECONDS)
-    return _sum_state(name, answers)
-
-
-def _pair(first: int, second: int, found: Sequence[GpuState], gpus: Gpus) -> PairState:
-    devices = [one.device for one in found]
-    name = f"{first}-{second}"
-    state = _sum_state(name, ask_ranks(NCCL, devices, on_rank.all_reduce, seconds=PAIR_SECONDS))
-    link = _link(found, gpus)
-    if state.outcome is Outcome.WORKS:
-        text = f"{state.text}; {_link_text(link)}" if link else state.text
-        return PairState(State(name, state.outcome, text))
-    answers = ask_ranks(
-        NCCL, devices, on_rank.all_reduce, seconds=PAIR_SECONDS, extra_environment=WITHOUT_P2P
-    )
-    again = _sum_state(name, answers)
-    text = f"{state.text}; with NCCL_P2P_DISABLE=1: {again.text}"
-    return PairState(State(name, state.outcome, text, state.error, state.timed_out), again.outcome)
-
-
-def _sum_state(name: str, answers: Answers) -> State:
-    if not answers.by_rank:
-        return _failed(name, answers)
-    wrong = [answer.wrong for answer in answers.by_rank if answer.wrong]
-    if wrong:
-        return State(name, Outcome.WRONG, wrong[0], wrong[0])
-    size = answers.by_rank[0].size
-    seconds = max(answer.seconds for answer in answers.by_rank)
-    ranks = len(answers.by_rank)
-    # Every rank sends, and receives, this many times the size: NVIDIA's "bus bandwidth".
-    sent = 2 * (ranks - 1) / ranks * size
-    text = f"the sum is right, {sent / seconds / 1e9:.2f} GB/s"
-    return State(name, Outcome.WORKS, text)
-
-
-def _failed(name: str, answers: Answers) -> State:
-    text = _first_line(answers.error)
-    return State(name, Outcome.FAILED, text, answers.error, answers.timed_out)
+        yield _pair(f"{first}-{second}", [found[first], found[second]], gpus)
+    if left_out:
+        yield _left_out(left_out, f"at most {MAX_PAIRS} pairs are tried")
 
 
 def _left_out(pairs: Sequence[tuple[int, int]], reason: str) -> State:
@@ -248,7 +176,41 @@ def _left_out(pairs: Sequence[tuple[int, int]], reason: str) -> State:
     return State("others", Outcome.NOT_RUN, f"{names}: {reason}")
 
 
-def _link(found: Sequence[GpuState], gpus: Gpus) -> Link | None:
+def all_together(found: Sequence[State]) -> State:
+    """One sum over all the GPUs that work alone."""
+    working = [one for one in found if one.outcome is Outcome.WORKS]
+    return _sum(f"all {len(working)}", working, TOGETHER_SECONDS)
+
+
+def _pair(name: str, found: Sequence[State], gpus: Gpus) -> State:
+    state = _sum(name, found, PAIR_SECONDS)
+    if state.outcome is Outcome.WORKS:
+        link = _link(found, gpus)
+        return replace(state, text=f"{state.text}; {_link_text(link)}") if link else state
+    again = _sum(name, found, PAIR_SECONDS, WITHOUT_P2P)
+    text = f"{state.text}; with NCCL_P2P_DISABLE=1: {again.text}"
+    return replace(state, text=text, without_p2p=again.outcome)
+
+
+def _sum(
+    name: str, found: Sequence[State], seconds: float, extra: tuple[tuple[str, str], ...] = ()
+) -> State:
+    """Let these GPUs sum a tensor by NCCL."""
+    devices = [one.device for one in found]
+    answers = ask_ranks(NCCL, devices, on_rank.all_reduce, seconds=seconds, extra_environment=extra)
+    if not answers.by_rank:
+        return State(name, Outcome.FAILED, _first_line(answers.error), answers.error)
+    wrong = [answer.wrong for answer in answers.by_rank if answer.wrong]
+    if wrong:
+        return State(name, Outcome.WRONG, wrong[0], wrong[0])
+    # Every rank sends, and receives, this many times the size: NVIDIA's "bus bandwidth".
+    ranks = len(answers.by_rank)
+    sent = 2 * (ranks - 1) / ranks * answers.by_rank[0].size
+    taken = max(answer.seconds for answer in answers.by_rank)
+    return State(name, Outcome.WORKS, f"the sum is right, {sent / taken / 1e9:.2f} GB/s")
+
+
+def _link(found: Sequence[State], gpus: Gpus) -> Link | None:
     """What NVML says of the link between two GPUs, which are recognised by their UUIDs."""
     indices = {plain_uuid(gpu.uuid): gpu.index for gpu in gpus.gpus if gpu.uuid}
     uuids = [plain_uuid(one.answer.uuid) for one in found if one.answer is not None]

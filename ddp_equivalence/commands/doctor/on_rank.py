@@ -16,7 +16,7 @@ from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks import pickling
 from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.environment import process_group_environment
-from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
+from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_set import RankSet
@@ -180,14 +180,10 @@ ONE_GPU = Lane("gloo_cuda", "gloo", "cuda")
 
 @dataclass(frozen=True)
 class Answers:
-    """``by_rank``: what the work yielded on each rank; () if ranks failed.
-
-    ``error``: then the error; ``timed_out``: it was that they did not answer in time.
-    """
+    """``by_rank``: the answer of each rank; () if ranks failed. ``error``: then the error."""
 
     by_rank: tuple[Any, ...] = ()
     error: str = ""
-    timed_out: bool = False
 
 
 def ask_ranks(
@@ -220,7 +216,7 @@ def ask_ranks(
         answers = dict(rank_set.collect(seconds))
     except (RankFailed, OSError) as error:
         rank_set.broken = True
-        return Answers(error=_what_failed(error), timed_out=isinstance(error, RanksTimedOut))
+        return Answers(error=_what_failed(error))
     finally:
         rank_set.stop()
     return Answers(tuple(answer for _, answer in sorted(answers.items())))

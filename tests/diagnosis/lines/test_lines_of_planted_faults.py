@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence.commands.faults.own_steps import lines_right, points_at
+from ddp_equivalence.commands.own_steps import lines_right, points_at
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.faults import FAULTS
 from tests.package.pointed_at import judged, mean_loss

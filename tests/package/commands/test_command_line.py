@@ -84,6 +84,7 @@ def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
         ((":step", "--layout=2x2", "--dtype=float32"), 0, "lambda-loss-2x2-equal-float32-seed0"),
         ((":ddp_mean",), 0, "ddp_mean is big_batch: same"),
         ((":doubled",), 1, "[sum_not_mean]"),
+        (("::doubled",), 1, "different: doubled"),  # as pytest names tests
         ((":uneven",), 1, "uneven_shards_weighted_equally"),
         ((":raises",), 3, "ValueError: oh"),
     ],
@@ -114,37 +115,6 @@ def test_the_process_ends_with_the_exit_code(
     found, text, errors = run("check", f"{user_file}{name}")
     assert found == code, text + errors
     assert says in text + errors
-
-
-@pytest.mark.parametrize(
-    ("content", "target", "says"),
-    [
-        ("", "nowhere.py", "nowhere.py should be a Python file that exists"),
-        ("x = 1", "mine.py", "case = 'none'"),
-        ("case = 3", "mine.py", "case = 'int'"),
-        ("1 / 0", "mine.py", "ZeroDivisionError: division by zero"),
-        ("import no_such_module", "mine.py", "No module named 'no_such_module'"),
-        (USER_FILE.replace("1x2", "2xx2"), "mine.py", "layout = '2xx2': nodes x ranks per node"),
-        (USER_FILE, "mine.py:nothing", "NAME = 'nothing': the name of a step in mine.py"),
-        (USER_FILE, "mine.py:", "NAME = '': a file with `case = Case(...)`"),
-        (USER_FILE + "\noptions = {'speed': 3}", "mine.py", "'speed' is none of them"),
-    ],
-)
-def test_bad_input_is_told_on_stderr_with_exit_code_2(
-    here: None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    target: str,
-    says: str,
-) -> None:
-    (tmp_path / "beside.py").write_text(BESIDE)
-    (tmp_path / "mine.py").write_text(content)
-    code = main(["check", target])
-    text, errors = capsys.readouterr()
-    assert (code, text) == (2, "")
-    assert "bad input" in errors
-    assert says in errors
 
 
 def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
@@ -204,33 +174,17 @@ def test_the_doctor_says_what_runs_and_why_not_the_rest(no_cuda: None) -> None:
     assert "data_parallel         NOT RUN  needs 2 CUDA devices, found 0" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "right"),
-    [
-        ((), "the following arguments are required: COMMAND"),
-        (("chek",), "COMMAND chek should be one of run, check, observe,"),
-        (("check",), "the following arguments are required: FILE.py[:NAME]"),
-        (("check", "x.py", "--stesp", "3"), "--stesp 3 (perhaps --steps)"),
-        (("check", "x.py", "--fast"), "--fast (there are --help, --layout,"),
-        (("check", "x.py", "--steps", "many"), "--steps many should be a whole number"),
-        (("check", "x.py", "--steps", "a\nb"), "--steps 'a b' should be a whole number"),
-        (("check", "x.py", "--dtype", "x"), "--dtype x should be one of float64, float32,"),
-        (("check", "x.py", "--dtyp", "x'"), "--dtyp 'x'\"'\"'' should be one of float64,"),
-        (("check", "x.py", "--lr", "x"), "--lr x should be a number"),
-        (("check", "x.py", "--steps"), "--steps needs a value"),
-        (("check", "x.py", "--full=3"), "--full 3 takes no value"),
-        (("explain", "--bach", "4"), "unrecognized arguments: --bach (perhaps --batch)"),
-        (("explain", "--batch", "4", "x"), "unrecognized arguments: x."),
-        (
-            ("explain", "--batch", "4", "--rank", "2+3"),
-            "--rank 2+3 should be a whole number.",
-        ),
-    ],
-)
-def test_a_wrong_command_is_told_the_right_one(arguments: tuple[str, ...], right: str) -> None:
-    code, _, errors = run(*arguments)
-    assert code == 2
-    told = " ".join(errors.split())
-    assert right in told
-    assert re.search(r"See ddp-equivalence( check| explain)? --help\.$", told)
-    assert len(errors.splitlines()) < 8
+def test_the_listing_of_some_faults_has_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--list", "sum_not_mean"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("sum_not_mean\n")
+    assert "averaged_twice" not in text
+
+
+def test_faults_that_cannot_show_on_the_layout_show_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["faults", "sum_not_mean", "--layout", "1x1"]) == 3
+    text = capsys.readouterr().out
+    assert "nothing was shown: no fault can show" in text
+    assert text.startswith("planted ")

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED
 from ddp_equivalence.commands.main import main
-from ddp_equivalence.commands.matrix.environment import (
-    Environment,
+from ddp_equivalence.commands.matrix import (
     Wanted,
     between,
-    size_of_packages,
+    delete_environment,
     this_package,
     wanted,
 )
@@ -107,10 +105,10 @@ def test_a_folder_of_the_user_is_not_deleted(index: Path) -> None:
 
 def test_only_an_environment_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    Environment(tmp_path, on_top=True).delete()
+    delete_environment(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
     (tmp_path / "pyvenv.cfg").write_text("")
-    Environment(tmp_path, on_top=True).delete()
+    delete_environment(tmp_path)
     assert not tmp_path.exists()
 
 
@@ -158,6 +156,7 @@ def test_releases_are_in_their_order(index: Path) -> None:
     [
         (["--with", "torch", "--with", "x==1"], "--with torch should be NAME==VERSION"),
         (["--with", "torch==2.13.0; rm"], "NAME==VERSION"),
+        (["--with=--index-url==http"], "NAME==VERSION"),
         (["--with", "torch==2.13.0"], "two or more; present is the environment of now"),
         (["--with", "torch==2.13.0,torch==2.13.0"], "each environment once"),
         (["--bisect", "small-package==1.0"], "NAME==FIRST..LAST"),
@@ -180,15 +179,3 @@ def test_an_environment_from_nothing_has_this_package_and_torch() -> None:
     torch, package = this_package(["numpy==2.4.0"])
     assert torch.startswith("torch==")
     assert this_package(["torch==2.13.0"]) == [package]
-
-
-def test_the_size_counts_what_a_package_needs() -> None:
-    assert size_of_packages(["torch"]) > 100 << 20
-    assert size_of_packages(["torch", "sympy"]) == size_of_packages(["torch"])  # torch needs it
-    assert size_of_packages(["no-such-package"]) == 0
-    assert size_of_packages(["torch"], alone=True) < size_of_packages(["torch"])
-
-
-def test_a_package_that_is_asked_for_in_words_is_none() -> None:
-    with pytest.raises(BadCase):
-        wanted(["--index-url==http"])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED, SAME, YELLOW
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.gate.record import NAME, Recorded, read_lines, read_record
@@ -177,45 +176,6 @@ def test_a_run_in_which_nothing_is_selected_is_no_success(own: Path) -> None:
     assert code == NOT_JUDGED, printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["record", "taken"], "taken should be a folder that does not exist yet"),
-        (["record", "out", "--no-suite"], "checks of your own beside --no-suite"),
-        (["record", "out", "none.py"], "none.py should be a file or folder that exists"),
-        (["record", "out", "notes.txt"], "notes.txt should be a folder, or a file of Python"),
-        (["record", "out", "a.py", "a.py"], "a.py should be each check once"),
-        (["record", "out", "a.py::step"], "a.py::step should be a.py:STEP for a step"),
-        (["record", "out", "a.py", "-n", "many"], "-n many should be a number of workers"),
-        (["gate", "good"], "good should be two records, or one and --against-now"),
-        (["gate", "taken", "none"], "record = 'taken': a folder with record.jsonl"),
-        (["gate", "good", "good", "--policy", "none.toml"], "--policy none.toml"),
-    ],
-)
-def test_bad_input_is_named(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "notes.txt").write_text("")
-    (tmp_path / "a.py").write_text("")
-    write(tmp_path / "good")
-    assert main(words) == BAD_INPUT
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_unknown_option_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(["record", "out", "--no-siute"])
-    assert raised.value.code == BAD_INPUT
-    assert "unrecognized arguments: --no-siute" in capsys.readouterr().err
-
-
 def test_a_policy_makes_yellow_of_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,11 +186,6 @@ def test_a_policy_makes_yellow_of_red(
     (tmp_path / "policy.toml").write_text("[levels]\nlimit_grew = 'yellow'\n")
     assert main(["gate", "old", "new", "--policy", "policy.toml"]) == YELLOW
     assert "decided by policy.toml: levels.limit_grew" in capsys.readouterr().out
-
-
-def test_raised_errors_are_those_of_the_package() -> None:
-    with pytest.raises(BadCase):
-        read_record(Path("/nowhere"))
 
 
 CRASHES = """

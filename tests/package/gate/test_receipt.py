@@ -157,7 +157,8 @@ def test_the_command_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert text.startswith(f"refused: {path}\n  it is of another version of ddp_equivalence")
     assert "tests are missing, such as suite: tests/" in text
-    assert main(["verify-receipt", str(path), "--must-run", "nvlink"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify-receipt", str(path), "--must-run", "nvlink"])
     assert main(["verify-receipt", str(path), "--max-age", "0"]) == 2
     assert main(["receipt", str(tmp_path / "record"), "--out", str(tmp_path / "again.json")]) == 0
     assert (tmp_path / "again.json").read_text() == path.read_text()

@@ -10,7 +10,7 @@ from jsonschema import ValidationError
 
 from ddp_equivalence.gate.record import HASH, SCHEMA, read_lines
 from ddp_equivalence.gate.surroundings import defaults
-from ddp_equivalence.pytest_plugin.recorded_lines import OF_CHECKS
+from ddp_equivalence.pytest_plugin.results import OF_CHECKS
 from tests.package.gate.records import MINE, lines_of_kind, schema, validate, write
 
 

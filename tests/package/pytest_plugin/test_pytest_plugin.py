@@ -249,6 +249,9 @@ def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
         ("--ddp-trial-seconds=soon", "'soon': expected a number of seconds, or 0 for no trials"),
         ("--ddp-trial-seconds=nan", "'nan': expected a number of seconds, or 0 for no trials"),
         ("--ddp-json=/no/such/folder/results.json", "there is no folder /no/such/folder"),
+        ("--ddp-json=.", "--ddp-json .: expected a file in a folder that exists and can be"),
+        ("--ddp-json=/proc/x.json", "--ddp-json /proc/x.json: expected a file"),
+        ("--ddp-export-repro=/proc/x", "--ddp-export-repro /proc/x: expected a folder"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(
@@ -265,7 +268,7 @@ def test_a_wrong_option_is_refused_before_anything_runs(
         ("planted_fault", "test_a: @pytest.mark.planted_fault(): expected the name of one fault"),
         ("planted_fault('nosuch')", "expected the name of one fault, such as sum_not_mean"),
         ("trial('ddp_mean')", "test_a: @pytest.mark.trial('ddp_mean'): expected strategy, layout"),
-        ("ddp(deadline=1, collective_deadline=5)", "collective_deadline=5): must be below the"),
+        ("ddp(deadline=1, collective_deadline=5)", "expected a collective_deadline below the dead"),
         ("ddp(deadline='5')", "(deadline='5'): expected a number of seconds above 0"),
         ("ddp(trial_seconds=-1)", "(trial_seconds=-1): expected a number of seconds, or 0 for no"),
         ("ddp(trial_seconds='5')", "(trial_seconds='5'): expected a number of seconds, or 0"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_equivalence import Case, Rank
-from ddp_equivalence.commands.faults.table import one_element
+from ddp_equivalence.commands.planting import one_element
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 from tests.package.own_cases import loss, own_case, right_step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.commands.doctor.machine import GpuState, Machine, Outcome, State
+from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
 from ddp_equivalence.commands.doctor.on_rank import GpuAnswer
 from ddp_equivalence.ranks.gpus import Gpu, Gpus
 
@@ -53,8 +53,8 @@ def found(
     error: str = "",
     capability: tuple[int, int] = (9, 0),
     architectures: tuple[str, ...] = ("sm_75", "sm_90"),
-) -> GpuState:
+) -> State:
     """A GPU that was asked for a product."""
     answer = GpuAnswer("NVIDIA H100", f"{number}abc", capability, architectures, error)
-    state = State(f"cuda:{number}", outcome, "text", error)
-    return GpuState(str(number), state, None if outcome is Outcome.FAILED else answer)
+    known = None if outcome is Outcome.FAILED else answer
+    return State(f"cuda:{number}", outcome, "text", error, str(number), known)

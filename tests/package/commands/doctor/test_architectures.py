@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_equivalence.commands.doctor.examination import has_kernels
+from ddp_equivalence.commands.doctor.problems import has_kernels
 
 
 @pytest.mark.parametrize(

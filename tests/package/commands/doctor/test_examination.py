@@ -9,7 +9,7 @@ import pytest
 from ddp_equivalence.commands.doctor import examination
 from ddp_equivalence.commands.doctor.command import closing_line, exit_code
 from ddp_equivalence.commands.doctor.examination import Examination
-from ddp_equivalence.commands.doctor.machine import GpuState, Machine, Outcome, PairState, State
+from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
 from ddp_equivalence.ranks.gpus import NvmlState
 from tests.package.commands.doctor.boxes import box, found, gpu
 
@@ -25,8 +25,8 @@ ROCM: dict[str, Any] = {
 def lines_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Examine a machine whose GPUs have these states, where NCCL lacks nothing or ``nccl``."""
 
-    def lines(machine: Machine, *gpus: GpuState, nccl: str | None = None) -> list[str]:
-        pair = PairState(State("0-1", Outcome.WORKS, "right"))
+    def lines(machine: Machine, *gpus: State, nccl: str | None = None) -> list[str]:
+        pair = State("0-1", Outcome.WORKS, "right")
         monkeypatch.setattr(examination, "gpu_states", lambda devices: gpus)
         monkeypatch.setattr(examination, "pair_states", lambda found, nvml: [pair])
         together = State(f"all {len(gpus)}", Outcome.WORKS, "right")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.doctor.command import problem_lines
-from ddp_equivalence.commands.doctor.examination import Problem, problems
-from ddp_equivalence.commands.doctor.machine import Machine, Outcome, PairState, State
+from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
+from ddp_equivalence.commands.doctor.problems import Problem, problems
 from ddp_equivalence.ranks.gpus import PACKAGE_MISSING, PROBLEMS, GpuProcess, NvmlState
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu
 
@@ -161,10 +161,10 @@ def test_a_gpu_that_failed_alone_can_be_left_out() -> None:
 
 def test_pairs_that_work_only_without_p2p() -> None:
     pairs = [
-        PairState(State("0-1", Outcome.WORKS, "")),
-        PairState(State("0-2", Outcome.FAILED, "", timed_out=True), Outcome.WORKS),
-        PairState(State("1-2", Outcome.WRONG, ""), Outcome.WORKS),
-        PairState(State("1-3", Outcome.FAILED, ""), Outcome.FAILED),
+        State("0-1", Outcome.WORKS, ""),
+        State("0-2", Outcome.FAILED, "", without_p2p=Outcome.WORKS),
+        State("1-2", Outcome.WRONG, "", without_p2p=Outcome.WORKS),
+        State("1-3", Outcome.FAILED, "", without_p2p=Outcome.FAILED),
     ]
     (problem,) = problems(box(gpu(0)), pairs=pairs)
     assert "GPUs 0-2, 1-2 give" in problem.what
@@ -206,7 +206,7 @@ def test_the_document_has_every_problem_in_the_words_of_the_doctor() -> None:
     table = page.partition("| doctor says |")[2].partition("\n\n")[0]
     documented = set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
     error = State("nccl", Outcome.FAILED, "", "CUDA out of memory")
-    pair = PairState(State("0-1", Outcome.WRONG, ""), Outcome.WORKS)
+    pair = State("0-1", Outcome.WRONG, "", without_p2p=Outcome.WORKS)
     states = [found(0), found(1, Outcome.WRONG, capability=(6, 1))]
     said = [
         problem.what

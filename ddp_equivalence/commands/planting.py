@@ -1,7 +1,8 @@
-"""Runs trials with a planted fault, and writes one row of a table for each fault."""
+"""Plants faults in trials, and writes the results as a table with one row for each fault."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.checking.check import check
+from ddp_equivalence.commands.output import columns
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import planted
@@ -21,8 +23,6 @@ from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.report.verdict import Verdict
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
-
-# Run trials with a planted fault, and write the results as a table with one row for each fault.
 
 Outcome = Literal["named", "among", "misnamed", "missed", "cannot_show", "never_fired"]
 """The result of planting a fault, in a word.
@@ -103,6 +103,12 @@ def _outcome(fault_trial: FaultTrial, verdict: Verdict, causes: Sequence[str]) -
     return "never_fired" if because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED else "missed"
 
 
+HEAD = (
+    *("planted", "shows", "caught", "named", "among rivals", "cannot show", "line right"),
+    "nearest limits",
+)
+
+
 def table_lines(results: Sequence[FaultResult], lines: Mapping[str, bool]) -> Iterator[str]:
     """The table, with one row for each fault, and below it the results that are not as expected.
 
@@ -112,54 +118,36 @@ def table_lines(results: Sequence[FaultResult], lines: Mapping[str, bool]) -> It
     caught fault, in multiples of its limit. The last columns count how many of the caught faults
     other checks would have noticed.
     """
-    names = list(dict.fromkeys(result.fault_trial.fault.name for result in results))
-    width = max(map(len, names), default=0) + 2
-    checks = "".join(f"{name:>14}" for name in OTHER_CHECKS)
-    yield (
-        f"{'':<{width}}{'':>8}{'':>8}{'':>8}{'among':>8}{'cannot':>8}{'line':>10}{'nearest':>10}"
-        "   noticed by"
-    )
-    yield (
-        f"{'planted':<{width}}{'shows':>8}{'caught':>8}{'named':>8}{'rivals':>8}{'show':>8}"
-        f"{'right':>10}{'limits':>10}{checks}"
-    )
-    for name in names:
+    rows: list[Sequence[object]] = [(*HEAD, *(f"by {name}" for name in OTHER_CHECKS))]
+    for name in dict.fromkeys(result.fault_trial.fault.name for result in results):
         of_fault = [result for result in results if result.fault_trial.fault.name == name]
-        right = {True: "yes", False: "no", None: "-"}[lines.get(name)]
-        yield _row(name, of_fault, width, right)
-    yield _row("all", list(results), width, f"{sum(lines.values())} of {len(lines)}")
+        rows.append(_row(name, of_fault, {True: "yes", False: "no", None: "-"}[lines.get(name)]))
+    rows.append(_row("all", results, f"{sum(lines.values())} of {len(lines)}"))
+    yield from columns(rows)
     slowest = max((result.seconds for result in results), default=0.0)
     yield f"slowest from the call to the verdict: {slowest:.1f} s"
-    yield from _unexpected(results)
-    for name, is_right in lines.items():
-        if not is_right:
-            yield f"LINE NOT RIGHT: {name} in a step of one's own"
-
-
-def _row(title: str, results: Sequence[FaultResult], width: int, line_right: str) -> str:
-    shown = [result for result in results if result.outcome != "cannot_show"]
-    caught = [result for result in shown if result.outcome in ("named", "among", "misnamed")]
-    named, among, cannot_show = (
-        sum(result.outcome == outcome for result in results)
-        for outcome in ("named", "among", "cannot_show")
-    )
-    nearest = min((result.distance for result in caught), default=0.0)
-    noticed = "".join(
-        f"{f'{sum(check in result.noticed_by for result in caught)} of {len(caught)}':>14}"
-        for check in OTHER_CHECKS
-    )
-    return (
-        f"{title:<{width}}{len(shown):>8}{len(caught):>8}{named:>8}{among:>8}"
-        f"{cannot_show:>8}{line_right:>10}{nearest:>10.1e}{noticed}"
-    )
-
-
-def _unexpected(results: Sequence[FaultResult]) -> Iterator[str]:
     for result in results:
         if not result.as_expected:
             outcome = result.outcome.replace("_", " ").upper()
             called = f", called {', '.join(result.causes)}" if result.causes else ""
             yield f"{outcome}: {result.fault_trial.fault.name} in {result.checked}{called}"
+    for name, is_right in lines.items():
+        if not is_right:
+            yield f"LINE NOT RIGHT: {name} in a step of one's own"
+
+
+def _row(title: str, results: Sequence[FaultResult], line_right: str) -> Sequence[object]:
+    counts = Counter(result.outcome for result in results)
+    caught = [result for result in results if result.outcome in ("named", "among", "misnamed")]
+    nearest = min((result.distance for result in caught), default=0.0)
+    return (
+        *(title, len(results) - counts["cannot_show"], len(caught)),
+        *(counts["named"], counts["among"], counts["cannot_show"], line_right, f"{nearest:.1e}"),
+        *(
+            f"{sum(name in result.noticed_by for result in caught)} of {len(caught)}"
+            for name in OTHER_CHECKS
+        ),
+    )
 
 
 # The smallest faults that are still caught: a factor on all gradients, and one wrong element.
@@ -171,25 +159,17 @@ SMALLEST, LARGEST = -52, 0
 MODEL, LOSS, LAYOUT = "mlp", "mse_mean", "2x2"
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """The smallest faults that are caught with one dtype.
+def sensitivity_lines() -> Iterator[str]:
+    """For each dtype, the smallest faults that are caught, on the catalogue's MLP.
 
-    Each is a power of two, or inf if even a fault of size 1 is missed.
-
-    ``factor`` is how far a factor on all gradients is from 1. ``element`` is the error of one
-    element, relative to the root mean square of its parameter's gradient.
+    Each is a power of two, or inf if even a fault of size 1 is missed: how far a factor on all
+    gradients is from 1, and the error of one element, relative to the root mean square of its
+    parameter's gradient.
     """
-
-    dtype: torch.dtype
-    factor: float
-    element: float
-
-
-def sensitivities() -> Iterator[Sensitivity]:
-    """The sensitivity with each dtype, on the catalogue's MLP."""
+    yield f"{'dtype':<10}{'factor 1 +':>14}{'one element':>14}   (smallest caught, powers of two)"
     for dtype in DTYPES:
-        yield Sensitivity(dtype, _smallest(dtype, off_by_a_factor), _smallest(dtype, one_element))
+        factor, element = _smallest(dtype, off_by_a_factor), _smallest(dtype, one_element)
+        yield f"{str(dtype).removeprefix('torch.'):<10}{factor:>14.1e}{element:>14.1e}"
 
 
 def off_by_a_factor(delta: float) -> Step:

@@ -23,9 +23,7 @@ from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.report.verdict import Verdict
 
-# Training steps as a user writes them, for faults to be planted in.
-#
-# ``own_lines`` copies this file into a folder of its own, so that its lines are a user's lines.
+# ``lines_right`` copies this file into a folder of its own, so that its lines are a user's lines.
 # The comment at the end of a line says what the line does, in the words of ``Fault.acts_at``.
 
 EXAMPLES, WIDTH = 16, 12

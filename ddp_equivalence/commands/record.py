@@ -1,4 +1,4 @@
-"""ddp-equivalence record: runs the suite and one's own checks, and writes a record."""
+"""``ddp-equivalence record``: write down what the suite and one's own checks show here."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.output import exit_code_of, require_writable_folder
+from ddp_equivalence.commands.suite_folder import cache_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
     from ddp_equivalence.gate.record import Recorded, RecordWriter
-
-
-# ``ddp-equivalence record``: runs the suite and one's own checks, and writes a record.
 
 NOTHING_COLLECTED = 5
 """Pytest's exit code where there is no test."""
@@ -75,17 +72,13 @@ def add(commands: Commands) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of pytest. ``of``: stands before the names of its tests. ``collects``: pytest looks
-    for tests; else it is given all of them.
-    """
+class _Run(NamedTuple):
+    """One run of pytest. ``of``: stands before the names of its tests."""
 
     of: str
-    collects: bool
     arguments: Sequence[str]
     at: Path
-    environment: dict[str, str]
+    environment: Mapping[str, str]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -155,37 +148,28 @@ def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[
     )
 
 
-def _runs(arguments: argparse.Namespace) -> list[_Run]:
-    from ddp_equivalence.commands.record.given_checks import variable
+def _runs(arguments: argparse.Namespace) -> Iterator[_Run]:
+    """A run of the suite, one of the user's tests, and one of all that is given to pytest."""
+    from ddp_equivalence.commands.given_checks import variable
     from ddp_equivalence.commands.suite_folder import TESTS, suite_folder
     from ddp_equivalence.gate.record import OF_SUITE
 
-    common = [*(["-n", arguments.n] if arguments.n != "0" else []), *_words(arguments.k)]
-    runs = []
+    common = ["-n", arguments.n] if arguments.n != "0" else []
+    common += ["-k", arguments.k] if arguments.k else []
+    common += ["-o", f"cache_dir={cache_folder()}"]
     if not arguments.no_suite:
-        of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", "-o", f"cache_dir={_cache()}"]
-        if not arguments.all:
-            of_suite.append("--ddp-pairwise")
-        runs.append(_Run(OF_SUITE, True, [*of_suite, *common], suite_folder(), {}))
+        some = [] if arguments.all else ["--ddp-pairwise"]
+        of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", *some, *common]
+        yield _Run(OF_SUITE, of_suite, suite_folder(), {})
     paths = [given(text) for text in arguments.paths]
     tests = [one.text for one in paths if one.is_test]
     files = [one.text for one in paths if not one.is_test]
-    here = Path.cwd()
     if tests:
-        runs.append(_Run("", True, [*tests, "-o", f"cache_dir={_cache()}", *common], here, {}))
+        yield _Run("", [*tests, *common], Path.cwd(), {})
     if files or arguments.observe:
-        with_given = ["-p", "ddp_equivalence.commands.record.given_checks", *common]
+        plugin = ["-p", "ddp_equivalence.commands.given_checks"]
         environment = variable(files, arguments.observe)
-        runs.append(_Run("", False, with_given, here, environment))
-    return runs
-
-
-def _words(text: str) -> list[str]:
-    return ["-k", text] if text else []
-
-
-def _cache() -> str:
-    return str(Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}")
+        yield _Run("", [*plugin, *common], Path.cwd(), environment)
 
 
 def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
@@ -214,9 +198,9 @@ def _ran(one: _Run, path: Path) -> int:
     """Run pytest, and return its exit code."""
     with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
         Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
-        arguments = [] if one.collects else [nothing, f"--rootdir={nothing}"]
+        collects_nothing = [nothing, f"--rootdir={nothing}"] if one.environment else []
         command = [
-            *(sys.executable, "-m", "pytest", *arguments, *one.arguments),
+            *(sys.executable, "-m", "pytest", *collects_nothing, *one.arguments),
             *(f"--ddp-lines={path}", f"--ddp-lines-of={one.of}"),
         ]
         return exit_code_of(command, one.at, {**os.environ, **one.environment})
@@ -235,8 +219,7 @@ def part_of_suite(*, is_run: bool, whole: bool) -> PartOfSuite:
     return "all" if whole else "pairwise"
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """One PATH of the command line. ``is_test``: pytest collects it; else it is for ``check``."""
 
     text: str

@@ -1,4 +1,4 @@
-"""The command ``ddp-equivalence faults``: plant faults, and print which are caught and named."""
+"""``ddp-equivalence faults``: plant every known fault, and see which are caught and named."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDGED, SAME
-from ddp_equivalence.commands.explore.command import explored
+from ddp_equivalence.commands.explore import explored
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.faults.table import FaultResult
+    from ddp_equivalence.commands.planting import FaultResult
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of this command."""
+    """Add the command's parser."""
     faults = commands.add_parser(
         "faults",
         help="break training in every known way, and see each caught and named",
@@ -55,22 +55,9 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command, and return its exit code."""
-    _check_arguments(arguments)
-    if arguments.list:
-        return _list_faults(arguments.names)
-    start_early()
-    if arguments.sensitivity:
-        return _print_sensitivity()
-    code = _print_table(arguments.names, arguments.layout, arguments.every)
-    if arguments.right and code == SAME:
-        code = SAME if explored(arguments.right) else DIFFERENT
-    return code
-
-
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises BadCase for an unknown fault or layout, and for options that do not go together."""
+    """Run the command, and return its exit code. Raises BadCase for a fault that is not known."""
     from ddp_equivalence.case.layouts import parse
+    from ddp_equivalence.faults import FAULTS
     from ddp_equivalence.faults.plant import fault_named
 
     for name in arguments.names:
@@ -83,15 +70,19 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         if arguments.sensitivity and (given := getattr(arguments, name)):
             right = "left out with --sensitivity, which plants its own faults on its own layout"
             raise BadCase(name, given, right)
+    if arguments.list:
+        for fault in [FAULTS[name] for name in arguments.names] or FAULTS.values():
+            print(f"{fault.name}\n    {fault.sentence}")
+        return SAME
+    start_early()
+    if arguments.sensitivity:
+        from ddp_equivalence.commands.planting import sensitivity_lines
 
-
-def _list_faults(names: Sequence[str]) -> int:
-    """Print these faults, or all if none is named."""
-    from ddp_equivalence.faults import FAULTS
-
-    for fault in [FAULTS[name] for name in names] or FAULTS.values():
-        print(f"{fault.name}\n    {fault.sentence}")
-    return SAME
+        for line in sensitivity_lines():
+            print(line, flush=True)
+        return SAME
+    code = _print_table(arguments.names, arguments.layout, arguments.every)
+    return explored(arguments.right) if arguments.right and code == SAME else code
 
 
 def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: bool) -> int:
@@ -99,8 +90,8 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
 
     Returns the exit code. If it is interrupted, it prints the table of the results so far.
     """
-    from ddp_equivalence.commands.faults import table
-    from ddp_equivalence.commands.faults.own_steps import lines_right
+    from ddp_equivalence.commands import planting
+    from ddp_equivalence.commands.own_steps import lines_right
     from ddp_equivalence.faults.trials import fault_trials
     from ddp_equivalence.strategies.catalogue import LAYOUTS
 
@@ -109,16 +100,18 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
     lines: dict[str, bool] = {}
     interrupted = False
     try:
-        for result in table.run_fault_trials(trials):
+        for result in planting.run_fault_trials(trials):
             results.append(result)
-            _show_progress(result, len(results), len(trials))
+            if sys.stderr.isatty():  # one line, which is overwritten
+                name = result.fault_trial.fault.name
+                print(f"\r{len(results)} of {len(trials)}  {name:<40}", end="", file=sys.stderr)
         lines = lines_right(dict.fromkeys(trial.fault.name for trial in trials))
     except KeyboardInterrupt:
         interrupted = True
     print(file=sys.stderr)
     if interrupted:
         print(f"interrupted: {len(results)} of {len(trials)} planted")
-    for line in table.table_lines(results, lines):
+    for line in planting.table_lines(results, lines):
         print(line)
     if interrupted:
         return INTERRUPTED
@@ -127,23 +120,3 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
         return NOT_JUDGED
     as_expected = all(result.as_expected for result in results) and all(lines.values())
     return SAME if as_expected else DIFFERENT
-
-
-def _show_progress(result: FaultResult, done: int, count: int) -> None:
-    """On a terminal, overwrite one line. Elsewhere, print only results that are not as expected."""
-    if sys.stderr.isatty():
-        name = result.fault_trial.fault.name
-        print(f"\r{done} of {count}  {name:<40}", end="", file=sys.stderr)
-    elif not result.as_expected:
-        print(f"{result.outcome}: {result.fault_trial}", file=sys.stderr)
-
-
-def _print_sensitivity() -> int:
-    """Print the smallest faults of two kinds that are caught, one line for each dtype."""
-    from ddp_equivalence.commands.faults.table import sensitivities
-
-    print(f"{'dtype':<10}{'factor 1 +':>14}{'one element':>14}   (smallest caught, powers of two)")
-    for sensitivity in sensitivities():
-        name = str(sensitivity.dtype).removeprefix("torch.")
-        print(f"{name:<10}{sensitivity.factor:>14.1e}{sensitivity.element:>14.1e}", flush=True)
-    return SAME

@@ -1,0 +1,55 @@
+"""``ddp-equivalence explore``: try random cases of the suite itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
+from ddp_equivalence.commands.output import require_writable_file, write_json
+from ddp_equivalence.ranks.server import start_early
+
+if TYPE_CHECKING:
+    from ddp_equivalence.commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "explore",
+        help="try random cases of the suite itself",
+        description="Try random cases on which the suite promises the big batch. For each kind of "
+        "false alarm, print the smallest case that shows it. Exit code 0: the suite judged every "
+        "case rightly or could not tell, 1: it judged some wrongly.",
+    )
+    for name, default, text in (
+        ("--right", 2000, "try N cases on which the big batch is promised"),
+        ("--wrong", 0, "also try N known differences, which must be caught under their names"),
+        ("--seed", 0, "the seed with which the cases are drawn"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{text}; default %(default)s"
+        )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Try the cases, print the results, and return the exit code."""
+    require_writable_file("json", arguments.json)
+    start_early()
+    return explored(arguments.right, arguments.wrong, arguments.seed, arguments.json)
+
+
+def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = None) -> int:
+    """Try random trials of the suite; the exit code says whether it judged one of them wrongly."""
+    from ddp_equivalence.commands import exploration
+
+    search = exploration.search_suite(right, wrong, seed)
+    exploration.show("")
+    for line in exploration.suite_report(search):
+        exploration.show(line)
+    write_json("json", results, exploration.as_json(search))
+    return DIFFERENT if any(one.kind for one in search.judged.values()) else SAME

@@ -1,1 +1,0 @@
-"""``ddp-equivalence matrix``: record under several versions, and compare neighbours."""

@@ -1,1 +1,0 @@
-"""``ddp-equivalence record``: write down what the suite and one's own checks show here."""

@@ -1,0 +1,182 @@
+"""Bad input of a tired user: each is told what is right, before anything runs or is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.commands.main import main
+from tests.package.commands.test_command_line import BESIDE, USER_FILE
+from tests.package.commands.test_command_line import run as run_command
+from tests.package.gate.records import write
+from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
+from tests.package.someone_elses_run import run as run_pytest
+
+FILES = {
+    "beside.py": BESIDE,
+    "mine.py": USER_FILE,
+    "mixed.py": USER_FILE + "\noptions = {'speed': 3, 1: 2}\n",
+    "speed.py": USER_FILE + "\noptions = {'speed': 3}",
+    "layout.py": USER_FILE.replace("1x2", "2xx2"),
+    "no_case.py": "x = 1",
+    "other_case.py": "case = 3",
+    "divides.py": "1 / 0",
+    "imports.py": "import no_such_module",
+    "a_file": "",
+    "old.json": "old",
+}
+FILE_RIGHT = "should be a file in a folder that exists and can be written to; it is"
+
+
+@pytest.fixture
+def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_imports: None) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "taken").mkdir()
+    write(tmp_path / "good")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("_their_folder")
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("check nowhere.py", "nowhere.py should be a Python file that exists"),
+        ("check no_case.py", "case = 'none'"),
+        ("check other_case.py", "case = 'int'"),
+        ("check divides.py", "ZeroDivisionError: division by zero"),
+        ("check imports.py", "No module named 'no_such_module'"),
+        ("check layout.py", "layout = '2xx2': nodes x ranks per node"),
+        ("check speed.py", "'speed' is none of them"),
+        ("check mixed.py", "1 is none of them"),
+        ("check mine.py:", "NAME = '': a file with `case = Case(...)`"),
+        ("check mine.py::nothing", "NAME = 'nothing': the name of a step in mine.py"),
+        ("check mine.py --layout 100x100", "at most 64 ranks"),
+        ("check mine.py --layout 9999+1", "at most 64 ranks"),
+        ("check mine.py --examples 13", "--examples 13 should be at most the 12 examples of the"),
+        ("check mine.py --examples 0,12", "--examples 0,12 should be at most the 12 examples"),
+        ("check mine.py --examples 0", "--examples 0 should be a number of examples from 1"),
+        ("check mine.py --examples 1,1", "--examples 1,1 should be a number of examples from 1"),
+        ("check mine.py --examples some", "--examples some should be a number of examples from 1"),
+        ("check mine.py --trial-seconds -1", "--trial-seconds -1.0 should be a number of seconds"),
+        ("check mine.py --explore 0", "--explore 0 should be a number of cases from 1"),
+        ("check mine.py --explore 2 --in-process", "left out with --in-process"),
+        ("check mine.py --explore 2 --export-repro out", "left out with --explore"),
+        ("check mine.py --explore 3 --examples 13", "--examples 13 should be at most the 12"),
+        ("check mine.py --explore 3 --shards 1+1+1+1+1", "--shards 1+1+1+1+1"),
+        ("check mine.py --export-repro a_file", "--export-repro a_file should be a folder that"),
+        ("check mine.py --export-repro a_file/in", "a_file is no folder"),
+        ("check mine.py --export-repro /proc/x", "--export-repro /proc/x should"),
+        ("explore --right 0", "--right 0 should be"),
+        ("explore --wrong -1", "--wrong -1 should be an integer from 0"),
+        ("explore --json /proc/x.json", "--json /proc/x.json should be a file"),
+        ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
+        ("explain --batch 4 --json a_file/x.json", "--json a_file/x.json should"),
+        ("faults sum_not_mean --layout 1x2 --right -1", "--right -1 should be an integer from 0"),
+        ("faults --list nosuch", "'nosuch': one of accumulation_boundary"),
+        ("faults --sensitivity sum_not_mean", "sum_not_mean should be left out with --sensitivity"),
+        ("faults --sensitivity --layout 1x2", "--layout 1x2 should be left out with --sensitivity"),
+        ("run --must-run nvlink", "--must-run nvlink should be one of gpu, nccl"),
+        ("run --json .", f"--json . {FILE_RIGHT}"),
+        ("run --json no/such/x.json", "there is no folder"),
+        ("run --json a_file/x.json", "there is no folder"),
+        ("run --json /proc/x.json", "--json /proc/x.json should be a file in a folder that exists"),
+        ("run --record a_file", "--record a_file should be a folder that can be written to"),
+        ("run --record /proc/no", "--record /proc/no should be a folder that can be written to"),
+        ("sandbox --table --json /proc/x.json", "--json /proc/x.json should be a file"),
+        ("record taken", "taken should be a folder that does not exist yet"),
+        ("record out --no-suite", "checks of your own beside --no-suite"),
+        ("record out none.py", "none.py should be a file or folder that exists"),
+        ("record out old.json", "old.json should be a folder, or a file of Python"),
+        ("record out mine.py mine.py", "mine.py should be each check once"),
+        ("record out mine.py::step", "mine.py::step should be mine.py:STEP for a step"),
+        ("record out mine.py -n many", "-n many should be a number of workers"),
+        ("gate good", "good should be two records, or one and --against-now"),
+        ("gate taken none", "record = 'taken': a folder with record.jsonl"),
+        ("gate good good --policy none.toml", "--policy none.toml"),
+    ],
+)
+def test_it_is_told_on_stderr_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, says: str
+) -> None:
+    code = main(command.split())
+    text, errors = capsys.readouterr()
+    assert (code, text) == (2, "")
+    assert "bad input" in errors
+    assert says in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "right"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("chek", "argument COMMAND: invalid choice: 'chek' (choose from 'run', 'check',"),
+        ("check", "the following arguments are required: FILE.py[:NAME]"),
+        ("check x.py --stesp 3", "unrecognized arguments: --stesp 3"),
+        ("check x.py --steps many", "argument --steps: invalid int value: 'many'"),
+        ("check x.py --dtype x", "argument --dtype: invalid choice: 'x' (choose from 'float64',"),
+        ("explain --batch 4 x", "unrecognized arguments: x"),
+        ("record out --no-siute", "unrecognized arguments: --no-siute"),
+    ],
+)
+def test_what_is_no_argument_is_told_in_a_few_lines(
+    capsys: pytest.CaptureFixture[str], command: str, right: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 2
+    text, errors = capsys.readouterr()
+    assert text == ""
+    assert right in " ".join(errors.split())
+    assert re.search(r"See ddp-equivalence( \w+)? --help\.$", " ".join(errors.split()))
+    assert len(errors.splitlines()) < 8
+
+
+@pytest.mark.usefixtures("_their_folder")
+def test_asking_whether_a_file_can_be_written_leaves_none_and_changes_none(tmp_path: Path) -> None:
+    for name in ("old.json", "new.json"):
+        assert main(["explain", "--batch", "0", "--json", name]) == 2
+    assert (tmp_path / "old.json").read_text() == "old"
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_a_full_disk_at_the_end_costs_neither_the_table_nor_the_failures(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text(THEIR_TEST)
+    code, text = run_pytest(tmp_path, "--ddp-json=/dev/full", "-k", "fixture")
+    assert code == 1
+    assert "INTERNALERROR" not in text
+    assert "Traceback" not in text
+    assert "1 passed" in text
+    assert "1 case compared with one big batch" in text
+    line = "--ddp-json /dev/full: FAILED, the results could not be written: No space left on device"
+    assert line in text
+
+
+def test_the_results_of_a_run_are_in_the_folder_where_it_was_started(tmp_path: Path) -> None:
+    elsewhere = "\ndef test_elsewhere():\n    import os\n    os.chdir('/')\n"
+    (tmp_path / "test_theirs.py").write_text(elsewhere)
+    code, text = run_pytest(tmp_path, "--ddp-json=results.json")
+    assert code == 0, text
+    assert (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("explain --batch 4 --json /dev/full", "batch"),
+        ("explore --right 8 --json /dev/full", "8 random right cases: 0 false alarms"),
+        ("run tests/equivalence/test_ddp_gathered.py -k 1x2 --json /dev/full", "compared"),
+    ],
+)
+def test_a_command_prints_its_results_before_it_says_that_the_disk_is_full(
+    command: str, shown: str
+) -> None:
+    code, text, errors = run_command(*command.split())
+    assert code not in (0, None)
+    assert "No space left on device" in text + errors
+    assert "Traceback" not in text + errors
+    assert shown in text

@@ -1,1 +1,0 @@
-"""Tests of what ``ddp-equivalence run`` shows."""
