@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import shlex
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
-from ddp_equivalence.case.build import build_model, no_group_of_one
+from ddp_equivalence.case.build import build_model, build_whole_batch, no_group_of_one
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request
 from ddp_equivalence.measurement.work import Step, is_prepared
 from ddp_equivalence.reference import big_batch
-from ddp_equivalence.report.script.render import call_about_groups, command_of, docstring, render
-from ddp_equivalence.report.script.slicing.contents import NoSource
-from ddp_equivalence.report.script.template_filler import fill_template
+from ddp_equivalence.report.script.render import render
 from ddp_equivalence.report.text import FOLDER, why_no_folder
 
 __all__ = ["command_of", "export", "export_request", "file_name"]
@@ -54,18 +54,17 @@ def export_request(
     _check_place(directory, name)
     _check_that_a_script_can_hold(request)
     path = Path(directory) / f"{name or _default_name(request)}.py"
-    contents = fill_template(request)
-    try:
-        text = render(contents, docstring(request, path.name, headline, contents))
-    except (NoSource, SyntaxError) as error:
-        right = f"a function defined at the top level of a file; {error}"
-        raise BadCase("step", name_of(request.step), right) from error
-    if call := call_about_groups(text):
-        right = f"a step without {call}: a script starts and ends the group of its ranks itself"
-        raise BadCase("step", name_of(request.step), right)
+    text = render(request, path.name, headline)
     Path(directory).mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def command_of(path: Path) -> str:
+    """The command that runs a script that has been written, read from its docstring."""
+    lines = path.read_text().splitlines()
+    command = next(line for line in lines if line.startswith("    torchrun "))
+    return command.strip().replace(path.name, shlex.quote(str(path)))
 
 
 def _check_that_a_script_can_hold(request: Request) -> None:
@@ -74,6 +73,8 @@ def _check_that_a_script_can_hold(request: Request) -> None:
         if getattr(request.training, option) is not None:
             right = "none for a script: a script trains one device with plain SGD"
             raise BadCase(option, name_of(getattr(request.training, option)), right)
+    if request.plant:
+        raise BadCase("plant", request.plant, "no fault: a script runs torch as it is")
     case = request.case
     with no_group_of_one():  # a loss with collectives cannot run on rank 0 of the script alone
         reference = big_batch(case)
@@ -83,6 +84,11 @@ def _check_that_a_script_can_hold(request: Request) -> None:
     if any(buffer.is_complex() for buffer in build_model(case).buffers()):
         right = "a model without complex buffers: the script would cast them to real numbers"
         raise BadCase("model", name_of(case.model), right)
+    try:
+        copy.deepcopy(build_whole_batch(case, request.steps)[0])
+    except Exception as error:  # the batch's own code may raise anything
+        right = f"a batch that copy.deepcopy can copy, as a script does; {it_raised(error)}"
+        raise BadCase("batch", name_of(case.batch), right) from error
     if is_prepared(request.step):
         right = "a function (model, shard, rank): a script calls the step with all three"
         raise BadCase("step", name_of(request.step), right)

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import BadCase, Rank, check
+from ddp_equivalence import Rank, check
 from ddp_equivalence.report.script import export
 from tests.package.own_cases import loss, own_case, right_step
+from tests.package.report.exported_scripts import torchrun
 
 
 def main(model: nn.Module, shard: Any, factor: float = 1.0) -> None:
@@ -101,14 +102,7 @@ def test_another_rank_or_number_of_ranks_is_an_error(arguments: Any, says: str) 
     assert "test_groups_of_a_script.py" in str(verdict).split("Root cause")[1].split("| ")[0]
 
 
-def guarded_step(model: nn.Module, shard: Any, rank: Rank) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    right_step(model, shard, rank)
-
-
-def test_a_script_is_only_written_for_a_step_that_leaves_its_group_alone(tmp_path: Path) -> None:
-    with pytest.raises(BadCase, match=r"a step without init_process_group\('nccl', 'env://'\)"):
-        export(own_case(), step_as_a_script, tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert export(own_case(), guarded_step, tmp_path).is_file()
+def test_the_script_of_such_a_step_keeps_its_own_group(tmp_path: Path) -> None:
+    code, shown = torchrun(export(own_case(), wrong_step_as_a_script, tmp_path), ranks=2)
+    assert code == 1, shown
+    assert "different: 4 of 4 parameters" in shown

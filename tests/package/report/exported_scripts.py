@@ -6,8 +6,11 @@ import ast
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -15,8 +18,6 @@ from ddp_equivalence import Case
 from ddp_equivalence.reference import big_batch
 
 MINE = """
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,32 +45,68 @@ def right(model, rows, rank):
 BESIDE = "TOO_MUCH = 1.75\n\ndef loss(model, rows):\n    return model(rows).square().mean()\n"
 
 
+NOT_HERE = """
+import sys
+
+class NotHere:
+    def find_spec(self, name, path, target=None):
+        if name == "ddp_equivalence":
+            raise ImportError("the script must not import the package")
+
+sys.meta_path.insert(0, NotHere())
+"""
+"""Python imports this file when it starts. It hides this package from the script."""
+
+
 def torchrun(path: Path, ranks: int) -> tuple[int, str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    without_us = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*launcher, str(path)],
-        cwd=path.parent,
-        env=without_us,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as hiding:
+        Path(hiding, "sitecustomize.py").write_text(NOT_HERE)
+        done = subprocess.run(
+            [*launcher, str(path)],
+            cwd=path.parent,
+            env=dict(os.environ) | {"PYTHONPATH": hiding},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     return done.returncode, done.stdout + done.stderr
 
 
 def by_itself(path: Path) -> dict[str, Any]:
-    """The script's own names, without running it; it imports nothing of this package."""
+    """The script's own names, without running it; it imports its own files and nothing of ours."""
+    script = ModuleType("script", "how to run it")
     tree = ast.parse(path.read_text())
-    imported = {
-        alias.name for one in ast.walk(tree) if isinstance(one, ast.Import) for alias in one.names
+    (files,) = (
+        ast.literal_eval(one.value)
+        for one in tree.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "FILES"
+    )
+    own = {
+        script.__name__,
+        "ddp_equivalence",
+        "tests",
+        *(Path(name).parts[0].removesuffix(".py") for name in files),
     }
-    imported |= {one.module or "" for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)}
-    assert not [name for name in imported if name.startswith(("ddp_equivalence", "tests"))]
-    names: dict[str, Any] = {"__name__": __name__, "__doc__": "how to run it"}
-    exec(compile(tree, str(path), "exec", dont_inherit=True), names)
-    return names
+    kept = _take_out(own)
+    sys.modules[script.__name__] = script
+    try:
+        with patch.object(sys, "path", [*sys.path]):
+            exec(compile(tree, str(path), "exec", dont_inherit=True), vars(script))
+    finally:
+        imported = _take_out(own)
+        sys.modules.update(kept)
+    for name, module in imported.items():
+        file = getattr(module, "__file__", None)
+        assert file is None or Path(file).is_relative_to(vars(script)["FOLDER"]), name
+    return vars(script)
+
+
+def _take_out(packages: set[str]) -> dict[str, ModuleType]:
+    """The modules of these packages, which are no longer imported."""
+    found = [name for name in sys.modules if name.partition(".")[0] in packages]
+    return {name: sys.modules.pop(name) for name in found}
 
 
 def assert_same_big_batch(names: dict[str, Any], case: Case, **options: Any) -> None:

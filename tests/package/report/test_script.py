@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import linecache
 import re
-from dataclasses import fields
-from importlib.util import find_spec
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Case, check
+from ddp_equivalence import BadCase, Case, Rank, check
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.script import export
-from ddp_equivalence.report.script.render import COMPARING_MODULES
-from ddp_equivalence.report.script.slicing.contents import PACKAGE, SLICEABLE
-from ddp_equivalence.report.script.template_filler import CASE_ATTRIBUTES
-from ddp_equivalence.strategies import STRATEGIES, catalogue
-from ddp_equivalence.strategies.strategy import Task
-from tests.package.own_cases import own_case, right_step
+from tests.package import own_cases
+from tests.package.own_cases import loss, own_case, right_step
 from tests.package.report.exported_scripts import (
     BESIDE,
     MINE,
@@ -47,13 +49,6 @@ def test_the_script_of_a_users_file_shows_the_difference_under_torchrun(
     assert "differs: 2.bias, error 0.75" in text, "the report says the same"
 
 
-def test_where_a_strategy_is_right_the_script_ends_with_same(tmp_path: Path) -> None:
-    path = export(Case(model="mlp", loss="mse_mean", layout="1x2"), "ddp_mean", tmp_path)
-    code, shown = torchrun(path, ranks=2)
-    assert code == 0, shown
-    assert "same: 4 of 4 parameters agree with one big batch" in shown
-
-
 def test_uneven_shards_on_two_nodes_differ_as_the_verdict_says(tmp_path: Path) -> None:
     case = own_case(layout="2x2", shards="6+3+2+1")
     verdict = check(case, right_step)
@@ -72,96 +67,41 @@ def test_uneven_shards_on_two_nodes_differ_as_the_verdict_says(tmp_path: Path) -
     assert "[uneven_shards_weighted_equally]" in docstring
 
 
-@pytest.mark.parametrize(("backend", "gpus", "needed"), [("gloo_cuda", 0, 1), ("nccl", 1, 2)])
-def test_a_script_says_how_many_gpus_it_needs(
-    backend: str, gpus: int, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = by_itself(
-        export(Case(model="mlp", loss="mse_mean", layout="1x2"), "ddp_mean", tmp_path)
-    )
-    names["BACKEND"] = backend
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match=f"{backend} and needs {needed} GPUs, found {gpus}"):
-        names["join_process_group"]()
+def wraps_parts(model: Any, shard: Any, rank: Rank) -> None:
+    if isinstance(model[0], nn.Linear):
+        model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
+    loss(model, shard).backward()
+    model[2].module.bias.grad *= 1.75
 
 
-def _a_few(strategy: str) -> list[catalogue.Trial]:
-    """The first case of every kind of script that the strategy has."""
-    kinds: dict[tuple[object, ...], catalogue.Trial] = {}
-    for trial in catalogue.trials(strategy):
-        padded = trial.case.shards == "no_valid_token"
-        random = trial.case.model == "dropout"
-        kind = (trial.compare, trial.steps != 1, trial.case.exact, padded, random)
-        kinds.setdefault(kind, trial)
-    return list(kinds.values())
-
-
-@pytest.mark.parametrize("strategy", [n for n, one in STRATEGIES.items() if one.lane is None])
-def test_every_strategy_has_a_script_with_the_same_big_batch(strategy: str, tmp_path: Path) -> None:
-    for trial in _a_few(strategy):
-        options: dict[str, Any] = {"compare": trial.compare, "steps": trial.steps}
-        path = export(trial.case, strategy, tmp_path, name="script", **options)
-        assert_same_big_batch(by_itself(path), trial.case, **options)
+def returns_names_of_the_wrapper(model: nn.Module, shard: Any, rank: Rank) -> Any:
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    loss(ddp, shard).backward()
+    found: dict[str, Any] = {name: one.grad for name, one in ddp.named_parameters()}
+    found["module.2.bias"] *= 1.75
+    return found
 
 
 def test_the_script_of_a_plain_case_is_short(tmp_path: Path) -> None:
-    path = export(Case(model="mlp", loss="mse_mean"), "ddp_mean", tmp_path)
+    text = export(own_case(), right_step, tmp_path).read_text()
+    own = Path(own_cases.__file__).read_text()
+    assert own in text, "the file is carried as it is"
     # People read the whole script in a bug report.
-    assert len(path.read_text().splitlines()) <= 340
+    assert len(text.splitlines()) - len(own.splitlines()) <= 500
 
 
-RENAMING = """
-import copy
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from ddp_equivalence import Case
-
-def loss(model, rows):
-    return model(rows).square().mean()
-
-case = Case(
-    model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
-    batch=lambda generator: torch.randn(12, 3, generator=generator),
-    loss=loss,
-    layout="1x2",
-)
-
-def wraps_parts(model, rows, rank):
-    if isinstance(model[0], nn.Linear):
-        model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
-    loss(model, rows).backward()
-    model[2].module.bias.grad *= 1.75
-
-def returns_names_of_the_wrapper(model, rows, rank):
-    ddp = DistributedDataParallel(copy.deepcopy(model))
-    loss(ddp, rows).backward()
-    found = {name: one.grad for name, one in ddp.named_parameters()}
-    found["module.2.bias"] *= 1.75
-    return found
-"""
-
-
-@pytest.mark.usefixtures("forget_imports")
 @pytest.mark.parametrize(
     ("step", "steps", "differ", "bias"),
     [
-        ("wraps_parts", 1, "1 of 4", "2.bias"),
-        ("wraps_parts", 2, "5 of 8", "2.bias (step 1)"),
-        ("returns_names_of_the_wrapper", 1, "1 of 4", "2.bias"),
+        (wraps_parts, 1, "1 of 4", "2.bias"),
+        (wraps_parts, 2, "5 of 8", "2.bias (step 1)"),
+        (returns_names_of_the_wrapper, 1, "1 of 4", "2.bias"),
     ],
 )
 def test_a_script_compares_renamed_parameters_under_their_own_names(
-    step: str, steps: int, differ: str, bias: str, tmp_path: Path
+    step: Any, steps: int, differ: str, bias: str, tmp_path: Path
 ) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(RENAMING)
-    options = ["--steps", str(steps), "--export-repro", str(tmp_path / "out")]
-    assert main(["check", f"{mine}:{step}", *options]) == 1
-    (path,) = (tmp_path / "out").iterdir()
-    code, shown = torchrun(path, ranks=2)
+    code, shown = torchrun(export(own_case(), step, tmp_path, steps=steps), ranks=2)
     assert code == 1, shown
     assert f"different: {differ} parameters, the worst is {bias}" in shown
     line = rf"^{re.escape(bias)} +\S+  7\.5e-01 7\.5e-01 \| 1\.750 1\.750$"
@@ -205,13 +145,211 @@ def test_a_failing_test_leaves_a_script_for_every_difference_it_met(tmp_path: Pa
     assert "reproduction" in text
 
 
+# Functions and values of many kinds.
+
+FACTOR = 3  # too much
+
+
+class Local(nn.Module):
+    """Uses a name that the script uses, too."""
+
+    def __init__(self, SEED: int = 3) -> None:  # noqa: N803
+        super().__init__()
+        self.linear = nn.Linear(5, SEED)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.linear(rows)  # type: ignore[no-any-return]
+
+
+def main_of_mine(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return own_cases.loss(model, batch) * FACTOR
+
+
+def many_rows(generator: torch.Generator, rows: int) -> dict[str, Tensor]:
+    return {
+        "rows": torch.randn(rows, 5, generator=generator),
+        "targets": torch.randn(rows, 3, generator=generator),
+    }
+
+
+def model() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+def batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return many_rows(generator, rows=6)
+
+
+def build_with(width: int) -> Any:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+
+    return build
+
+
+def step_from(factor: float) -> Any:
+    # The script has a function of this name, too.
+    def on_this_rank(model: nn.Module, shard: Any, rank: Rank, power: float = factor) -> None:
+        ddp = DistributedDataParallel(model)
+        (factor**power * loss(ddp, shard)).backward()
+
+    return on_this_rank
+
+
+class Kept:
+    """A value of this class has no source, unless a module holds it under a name."""
+
+
+KEPT = Kept()
+CASE = own_case()
+
+
+def model_of_local_class() -> Any:
+    width = 7
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 3))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.layers(rows)  # type: ignore[no-any-return]
+
+    return Net
+
+
+def counting() -> Any:
+    calls = 0
+
+    def count(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return loss(model, batch) + 0 * calls
+
+    return count
+
+
+def calling_each_other() -> Any:
+    def even(count: int) -> bool:
+        return count == 0 or odd(count - 1)
+
+    def odd(count: int) -> bool:
+        return count != 0 and even(count - 1)
+
+    return lambda model, batch: loss(model, batch) * (3 if even(4) else 2)
+
+
+def with_an_object(thing: Any) -> Any:
+    def start(model: nn.Module, shard: Any, rank: Rank) -> None:
+        print(thing)
+
+    return start
+
+
+def of_the_case(model: nn.Module, batch: Any) -> Any:
+    return CASE.loss(model, batch) * (CASE.seed + 1)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
-    "module", [*(f"{PACKAGE}.{name}" for name in SLICEABLE), *COMPARING_MODULES]
+    ("case", "step"),
+    [
+        (own_case(), right_step),
+        (own_case(model=Local, loss=main_of_mine), step_from(2.0)),
+        (own_case(model=build_with(4), batch=functools.partial(many_rows, rows=8)), right_step),
+        (own_case(model=lambda: nn.Linear(5, 3), loss=lambda m, b: loss(m, b)), lambda m, b, r: m),
+        (own_case(model=model, batch=batch), right_step),
+        (own_case(dtype=None, shards="interleaved", layout="1+2"), right_step),
+        (own_case(dtype=torch.bfloat16, layout="2x2-round-robin"), right_step),
+        (own_case(model=model_of_local_class(), loss=calling_each_other()), right_step),
+        (own_case(loss=of_the_case), with_an_object(KEPT)),
+        (own_case(loss=counting()), with_an_object([Kept, "text", {1: (1.5, None)}])),
+    ],
 )
-def test_the_modules_that_scripts_take_definitions_from_exist(module: str) -> None:
-    assert find_spec(module) is not None
+def test_functions_of_many_kinds_are_in_a_script(case: Case, step: Any, tmp_path: Path) -> None:
+    assert_same_big_batch(by_itself(export(case, step, tmp_path)), case)
 
 
-def test_a_strategys_task_has_the_attributes_that_scripts_look_for() -> None:
-    names = {field.name for field in fields(Task)}
-    assert {attribute.removeprefix("task.") for attribute in CASE_ATTRIBUTES} <= names
+def test_an_enclosed_step_keeps_the_values_around_it(tmp_path: Path) -> None:
+    step = by_itself(export(own_case(), step_from(2.5), tmp_path))["step"]
+    assert step.__defaults__ == (2.5,)
+    assert [cell.cell_contents for cell in step.__closure__] == [2.5]
+
+
+class Steps:
+    """A trainer, whose step is a method."""
+
+    def step(self, model: nn.Module, shard: Any, rank: Rank) -> None:
+        right_step(model, shard, rank)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("step", with_an_object(torch.ones(2)), "a Tensor that no module holds"),
+        ("step", with_an_object(Kept()), "a Kept that no module holds"),
+        ("step", with_an_object(check), "it uses ddp_equivalence.check_equivalence"),
+        ("step", eval("lambda model, shard, rank: None"), "has no source"),
+        ("step", Steps().step, "a Steps that no module holds"),
+        ("model", functools.partial(copy.deepcopy, nn.Linear(5, 3)), "a Linear that no module"),
+    ],
+    ids=["tensor", "object", "check", "eval", "method", "model"],
+)
+def test_what_a_script_cannot_contain_is_refused_by_name(
+    field: str, value: Any, says: str, tmp_path: Path
+) -> None:
+    case, step = (
+        (own_case(), value) if field == "step" else (own_case(**{field: value}), right_step)
+    )
+    with pytest.raises(
+        BadCase, match=rf"^{field} = .*a function defined at the top level"
+    ) as raised:
+        export(case, step, tmp_path / "out")
+    assert says in str(raised.value)
+    assert not (tmp_path / "out").exists(), "nothing half-written"
+
+
+STARTED = """
+import torch
+from torch import nn
+from ddp_equivalence import Case, check
+from ddp_equivalence.reproduction import export
+
+def loss(model, rows):
+    return model(rows).square().mean()
+
+def batch(generator):
+    return torch.randn(4, 3, generator=generator)
+
+case = Case(model=lambda: nn.Linear(3, 2), batch=batch, loss=loss)
+
+def step(model, rows, rank):
+    loss(model, rows).backward()
+
+path = export(case, step, OUT)
+verdict = check(case, step)
+"""
+
+
+def test_a_file_that_makes_checks_while_it_runs_has_a_script(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(STARTED.replace("OUT", repr(str(tmp_path / "out"))).partition("verdict")[0])
+    subprocess.run([sys.executable, str(mine)], check=True, timeout=240)
+    (path,) = (tmp_path / "out").iterdir()
+    assert "path = export" not in path.read_text()
+    assert len(by_itself(path)["on_one_device"](torch.float64)) == 2
+
+
+def test_the_cells_of_a_notebook_are_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports, _, definitions = STARTED.partition("def loss")
+    cells = imports, f"get_ipython()\ndef loss{definitions}"
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    vars(notebook).update(OUT=tmp_path, get_ipython=lambda: None, check=check)
+    for number, text in enumerate(cells):
+        name = f"<ipython-input-{number}-abc>"
+        lines = text.splitlines(keepends=True)
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, lines, name))
+        exec(compile(text.partition("verdict")[0], name, "exec"), vars(notebook))
+    assert len(by_itself(vars(notebook)["path"])["on_one_device"](torch.float64)) == 2

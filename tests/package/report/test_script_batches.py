@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Rank
 from ddp_equivalence.case.build import with_examples
-from ddp_equivalence.comparison.gradients import sgd_step
 from ddp_equivalence.report.script import export
 from tests.package.case.batches import (
     NAMES,
@@ -125,7 +124,7 @@ def trains_twice(model: nn.Module, shard: Any, rank: Rank) -> None:
         model.zero_grad()
         half = {name: leaf.chunk(2)[part] for name, leaf in shard.items()}
         loss(ddp, half).backward()
-        sgd_step(model, 0.05)
+        torch.optim.SGD(model.parameters(), lr=0.05).step()
 
 
 def test_a_trainer_of_the_script_is_given_the_examples_of_all_steps(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Take the definitions that a script needs out of their modules, transitively, by name."""
