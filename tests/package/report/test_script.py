@@ -287,7 +287,7 @@ class Steps:
     [
         ("step", with_an_object(torch.ones(2)), "a Tensor that no module holds"),
         ("step", with_an_object(Kept()), "a Kept that no module holds"),
-        ("step", with_an_object(check), "it uses ddp_equivalence.check_equivalence"),
+        ("step", with_an_object(check), "it uses ddp_equivalence.checking.check"),
         ("step", eval("lambda model, shard, rank: None"), "has no source"),
         ("step", Steps().step, "a Steps that no module holds"),
         ("model", functools.partial(copy.deepcopy, nn.Linear(5, 3)), "a Linear that no module"),
