@@ -3,6 +3,7 @@
 from __future__ import annotations
 import __future__
 
+import ast
 import dis
 import functools
 import os
@@ -23,8 +24,6 @@ from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import is_users
 
-# Lets functions of the user's file run on a rank as if something in it were written otherwise.
-#
 # Nothing is written to the file. A trial on a rank replaces the code of the functions that exist.
 
 FUTURE_FLAGS = functools.reduce(
@@ -54,15 +53,8 @@ WRAPPERS = (
     *(functools.partial, functools.cached_property, type(functools.cache(len))),
 )
 WRAPPED = (
-    "__func__",
-    "__self__",
-    "fget",
-    "fset",
-    "fdel",
-    "func",
-    "args",
-    "keywords",
-    "__wrapped__",
+    *("__func__", "__self__", "fget", "fset", "fdel"),
+    *("func", "args", "keywords", "__wrapped__"),
 )
 """Types of objects that call a function, and their attributes that lead to it."""
 
@@ -73,16 +65,14 @@ class CannotEdit(Exception):
 
 @dataclass(frozen=True)
 class EditedCode:
-    """One statement at the top of a file, before and after an edit.
+    """Statements at the top of a file, ``before`` and ``after`` an edit.
 
-    ``file``: as the code objects name it. ``first_line``: the line at which the statement begins.
-    ``before``, ``after``: the statement's source. ``line``: the one that is edited.
+    ``file``: as the code objects name it. ``line``: the one that is edited.
     """
 
     file: str
-    first_line: int
-    before: str
-    after: str
+    before: ast.Module
+    after: ast.Module
     line: int = 0
 
 
@@ -231,7 +221,7 @@ def _codes_before_and_after(edited: EditedCode, flags: int) -> list[tuple[CodeTy
     Functions of equal names are told apart by their order. If the edit adds or removes one of
     them, nobody can say which is which.
     """
-    before, after = (_codes(edited, text, flags) for text in (edited.before, edited.after))
+    before, after = (_codes(edited.file, one, flags) for one in (edited.before, edited.after))
     return [
         pair
         for name, codes in before.items()
@@ -240,10 +230,9 @@ def _codes_before_and_after(edited: EditedCode, flags: int) -> list[tuple[CodeTy
     ]
 
 
-def _codes(edited: EditedCode, text: str, flags: int) -> dict[str, list[CodeType]]:
-    """The code of every function in the statement, by its qualified name."""
-    padding = "\n" * (edited.first_line - 1)
-    module = compile(padding + text, edited.file, "exec", flags=flags, dont_inherit=True)
+def _codes(file: str, tree: ast.Module, flags: int) -> dict[str, list[CodeType]]:
+    """The code of every function in some statements, by its qualified name."""
+    module = compile(tree, file, "exec", flags=flags, dont_inherit=True)
     found: dict[str, list[CodeType]] = {}
     waiting = [module]
     while waiting:
@@ -262,33 +251,11 @@ def _codes(edited: EditedCode, text: str, flags: int) -> dict[str, list[CodeType
 
 FORBIDDEN = frozenset(
     {
-        "ftplib.connect",
-        "http.client.connect",
-        "os.chmod",
-        "os.chown",
-        "os.exec",
-        "os.kill",
-        "os.killpg",
-        "os.link",
-        "os.mkdir",
-        "os.posix_spawn",
-        "os.remove",
-        "os.rename",
-        "os.removexattr",
-        "os.rmdir",
-        "os.setxattr",
-        "os.spawn",
-        "os.symlink",
-        "os.system",
-        "os.truncate",
-        "os.utime",
-        "shutil.copyfile",
-        "shutil.move",
-        "shutil.rmtree",
-        "smtplib.connect",
-        "sqlite3.connect",
-        "subprocess.Popen",
-        "urllib.Request",
+        *("ftplib.connect", "http.client.connect", "smtplib.connect", "sqlite3.connect"),
+        *("os.chmod", "os.chown", "os.exec", "os.kill", "os.killpg", "os.link", "os.mkdir"),
+        *("os.posix_spawn", "os.remove", "os.rename", "os.removexattr", "os.rmdir", "os.setxattr"),
+        *("os.spawn", "os.symlink", "os.system", "os.truncate", "os.utime", "shutil.copyfile"),
+        *("shutil.move", "shutil.rmtree", "subprocess.Popen", "urllib.Request"),
     }
 )
 """Events of docs.python.org/3/library/audit_events.html that change something outside."""

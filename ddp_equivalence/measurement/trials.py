@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from ddp_equivalence.comparison.comparison import Comparator, Comparison, RawChunk
@@ -72,148 +72,121 @@ def try_edits(
     one, or after so many seconds.
     """
     until = time.monotonic() + seconds
-    trials = _Trials(request, expected, propose, settles, until)
-    timeout = min(request.collective_deadline, request.deadline / 2)
-    while trials.remain and time.monotonic() < until:
+    with _fresh_ranks(request, expected, until) as ranks:
         try:
-            # An edited step may leave anything behind, so these ranks are stopped afterwards.
-            with warm_ranks().acquire(
-                request.processes, request.lane, timeout, fresh=True
-            ) as ranks:
-                while trials.remain and time.monotonic() < until and not ranks.broken:
-                    trials.run_next(ranks)
-                    show(f"{trials.count} of {len(trials.edits or ())}")
+            result, seen = ranks.run()
         except RankFailed as error:
-            if trials.edits is None:
-                return Tried(why_not=str(error).strip().partition("\n")[0])
-    return Tried(tuple(trials.right), trials.count, len(trials.edits or ()), trials.why_not)
-
-
-class _Trials:
-    """The trials that were made and that remain. The first runs the step as it is.
-
-    ``until``: when all of them end, by ``time.monotonic()``.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        expected: Expected,
-        propose: Callable[[LocalsSeen], Sequence[EditedCode]],
-        settles: Callable[[int], bool],
-        until: float,
-    ) -> None:
-        self._request, self._expected, self._propose = request, expected, propose
-        self._settles, self._until = settles, until
-        self._deadline = request.deadline
-        self._waiting: list[int] = []
-        self._left = AFTER_THE_FIRST
-        self._hung = Counter[int]()
-        self.edits: Sequence[EditedCode] | None = None
-        self.right: list[int] = []
-        self.count = 0
-        self.why_not = ""
-
-    @property
-    def remain(self) -> bool:
-        if self.edits is None or self.why_not:
-            return not self.why_not
-        return bool(self._waiting) and self._left > 0
-
-    def run_next(self, ranks: RankSet) -> None:
-        """Raises RankFailed if the ranks failed. The trial then counts as made, unless all of them
-        had to end.
-        """
-        if self.edits is None:
-            self._run_as_it_is(ranks)
-            return
-        number, began = self._waiting.pop(0), time.monotonic()
-        self._left -= any(map(self._settles, self.right))
-        try:
-            result, _ = self._run_once(ranks, self.edits[number])
-        except RankFailed:
-            self.count += time.monotonic() < self._until
-            self._put_off(self.edits, self.edits[number].line)
-            raise
-        if not isinstance(result, TrialFailed):
-            self._allow(time.monotonic() - began)
-        if result is True:
-            if not self._is_still_wrong(ranks):
-                return
-            self.right.append(number)
-        self.count += not isinstance(result, TrialFailed) or result.was_edited
-
-    def _is_still_wrong(self, ranks: RankSet) -> bool:
-        """False if these ranks now do right without an edit, too, so that one shows nothing: what
-        earlier runs have left in their processes may hide the fault.
-        """
-        result, _ = self._run_once(ranks, None)
-        ranks.broken = ranks.broken or result is not False
-        return result is False
-
-    def _run_as_it_is(self, ranks: RankSet) -> None:
-        began = time.monotonic()
-        result, seen = self._run_once(ranks, None)
-        self._allow(time.monotonic() - began)
+            return Tried(why_not=str(error).strip().partition("\n")[0])
         if isinstance(result, TrialFailed):
-            self.why_not = result.acted_outside or result.what
-        elif result:
-            self.why_not = RIGHT_AS_IT_IS
-        self.edits = () if self.why_not else self._propose(seen)
-        self._waiting = list(range(len(self.edits)))
-
-    def _allow(self, seconds: float) -> None:
-        """A step took so many seconds: others may take longer, but not by much."""
-        self._deadline = min(self._deadline, max(LEAST_DEADLINE, TIMES_THE_STEP * seconds))
-
-    def _run_once(
-        self, ranks: RankSet, edited: EditedCode | None
-    ) -> tuple[bool | TrialFailed, LocalsSeen]:
-        seconds = min(self._deadline, self._until - time.monotonic())
-        trial = Trial(work_of(self._request), edited)
-        return _run(ranks, self._request, self._expected, trial, seconds)
-
-    def _put_off(self, edits: Sequence[EditedCode], line: int) -> None:
-        """Try other lines first: where two edits make ranks hang or die, many do."""
-        self._hung[line] += 1
-        if self._hung[line] >= MOST_HUNG:
-            self._waiting.sort(key=lambda number: edits[number].line == line)
+            return Tried(why_not=result.acted_outside or result.what)
+        if result:
+            return Tried(why_not=RIGHT_AS_IT_IS)
+        edits = propose(seen)
+        waiting, left, hung = list(range(len(edits))), AFTER_THE_FIRST, Counter[int]()
+        right: list[int] = []
+        count = 0
+        while waiting and left > 0 and time.monotonic() < until:
+            left -= any(map(settles, right))
+            edit = edits[number := waiting.pop(0)]
+            try:
+                result, _ = ranks.run(edit)
+            except RankFailed:
+                count += time.monotonic() < until  # unless all of them had to end
+                hung[edit.line] += 1
+                if hung[edit.line] >= MOST_HUNG:  # where two make ranks hang or die, many do
+                    waiting.sort(key=lambda one: edits[one].line == edit.line)
+                continue
+            if result is not True:
+                count += not isinstance(result, TrialFailed) or result.was_edited
+            elif ranks.are_still_wrong():
+                right.append(number)
+                count += 1
+            show(f"{count} of {len(edits)}")
+    return Tried(tuple(right), count, len(edits))
 
 
 def holding(
-    request: Request,
-    expected: Expected,
-    edits: Mapping[int, EditedCode],
-    among: Sequence[int],
-    until: float,
+    request: Request, expected: Expected, edits: Sequence[EditedCode], until: float
 ) -> tuple[int, ...]:
-    """Which of these edits, by number, leave right gradients for this request, which is about
+    """The indices of those edits that leave right gradients for this request, which is about
     another case than the one that they were found with.
 
     All count where the step cannot run in this case as it is, and those that there is no time for
     do not. ``until``: by ``time.monotonic()``.
     """
-    found: list[int] = []
-    waiting, deadline = list(among), 0.0
-    timeout = min(request.collective_deadline, request.deadline / 2)
-    while waiting and time.monotonic() < until:
-        acquired = warm_ranks().acquire(request.processes, request.lane, timeout, fresh=True)
-        with suppress(RankFailed), acquired as ranks:  # an edit that ends the ranks does not count
-            if not deadline:
-                began = time.monotonic()
-                trial = Trial(work_of(request))
-                result, _ = _run(ranks, request, expected, trial, request.deadline)
-                if isinstance(result, TrialFailed):
-                    return tuple(among)
-                deadline = max(LEAST_DEADLINE, TIMES_THE_STEP * (time.monotonic() - began))
-            while waiting and time.monotonic() < until and not ranks.broken:
-                trial = Trial(work_of(request), edits[number := waiting.pop(0)])
-                result, _ = _run(ranks, request, expected, trial, deadline)
-                if result is True:
+    everything, found = tuple(range(len(edits))), []
+    if not edits or time.monotonic() > until:
+        return ()
+    with _fresh_ranks(request, expected, until) as ranks:
+        try:
+            result, _ = ranks.run()
+        except RankFailed:
+            return everything if time.monotonic() < until else ()
+        if isinstance(result, TrialFailed):
+            return everything
+        for number in everything:
+            with suppress(RankFailed):  # an edit that ends the ranks does not count
+                if time.monotonic() < until and ranks.run(edits[number])[0] is True:
                     found.append(number)
-        if not deadline:  # not even the step itself can run
-            return tuple(among)
     return tuple(found)
+
+
+@contextmanager
+def _fresh_ranks(request: Request, expected: Expected, until: float) -> Iterator[_FreshRanks]:
+    """An edited step may leave anything behind, so these ranks are stopped behind the block."""
+    with ExitStack() as block:
+        yield _FreshRanks(request, expected, until, block)
+
+
+class _FreshRanks:
+    """Ranks that run edited steps, and new ones behind each failure.
+
+    ``until``: when all trials end, by ``time.monotonic()``. ``block``: has the ranks in it.
+    """
+
+    def __init__(
+        self, request: Request, expected: Expected, until: float, block: ExitStack
+    ) -> None:
+        self._request, self._expected, self._until, self._block = request, expected, until, block
+        self._deadline = request.deadline
+        self._ranks: RankSet | None = None
+
+    def run(self, edited: EditedCode | None = None) -> tuple[bool | TrialFailed, LocalsSeen]:
+        """Whether all ranks hold the gradients of the big batch, and what they have run.
+
+        An edited step may take longer than those before it, but not by much. Raises RankFailed.
+        """
+        request = self._request
+        timeout = min(request.collective_deadline, request.deadline / 2)
+        ranks = self._ranks or self._block.enter_context(
+            warm_ranks().acquire(request.processes, request.lane, timeout, fresh=True)
+        )
+        self._ranks, began = ranks, time.monotonic()
+        seconds = min(self._deadline, self._until - began)
+        trial = Trial(work_of(request), edited)
+        try:
+            result, seen = _run(ranks, request, self._expected, trial, seconds)
+        finally:
+            if ranks.broken:
+                self._stop()
+        if not isinstance(result, TrialFailed):
+            took = time.monotonic() - began
+            self._deadline = min(self._deadline, max(LEAST_DEADLINE, TIMES_THE_STEP * took))
+        return result, seen
+
+    def are_still_wrong(self) -> bool:
+        """False if these ranks now do right without an edit, too, so that one shows nothing: what
+        earlier runs have left in their processes may hide the fault.
+        """
+        with suppress(RankFailed):
+            if self.run()[0] is False:
+                return True
+        self._stop()
+        return False
+
+    def _stop(self) -> None:
+        self._block.close()
+        self._ranks = None
 
 
 def _run(

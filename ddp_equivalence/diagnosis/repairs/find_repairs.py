@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
-import re
 import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
 from time import monotonic
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.edit import Edit, EditKind
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.rounding import Expected
-from ddp_equivalence.diagnosis.repairs import of_calls, of_expressions, of_statements
-from ddp_equivalence.diagnosis.repairs.over_ranks import Change, EditSite, Rule
-from ddp_equivalence.diagnosis.repairs.source import (
-    FileFacts,
-    SourceFile,
-    Values,
-    editable_nodes,
-    scope_of,
-)
+from ddp_equivalence.diagnosis.repairs.edits import Edit, edits_of
+from ddp_equivalence.diagnosis.repairs.source import first_line
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
 from ddp_equivalence.diagnosis.view import expected_of
@@ -80,9 +66,6 @@ big batch as it is."""
 NOTHING_TO_EDIT = "no edit of a line that was seen to run could be made within the time"
 
 ALL_SPENT = "earlier checks of this process have taken all the time that it may spend on them"
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
 
 _spent = 0.0
 
@@ -143,68 +126,44 @@ def _found(
         return Repairs()
     expected.batches()  # raises BadCase for a batch that is another one at each call
     of_the_case = lines_of_the_big_batch(request)
-    proposals: list[tuple[Edit, bytes]] = []
+    edits: list[Edit] = []
 
     def propose(seen: LocalsSeen) -> list[EditedCode]:
-        found = []
-        for edit, source in _in_order(of_the_case or {}, seen, pointed):
-            code = edited_code(edit, source)
-            if code is not None:
-                found.append(code)
-                proposals.append((edit, source))
-        return found
+        edits.extend(in_order(of_the_case or {}, seen, pointed))
+        return [edit.code for edit in edits]
 
     tried = try_edits(
-        request,
-        expected,
-        propose,
-        lambda number: proposals[number][0].kind not in BROAD,
-        seconds,
-        show,
+        request, expected, propose, lambda n: not edits[n].mistake.is_broad, seconds, show
     )
-    codes = {n: code for n in tried.right if (code := edited_code(*proposals[n])) is not None}
     until = monotonic() + PART_TO_VERIFY * seconds
-    numbers = sorted(codes, key=lambda number: _is_broad(proposals[number]))
-    right: list[int] = []
+    right: list[Edit] = []
     unknown = 0
-    for number in numbers:
-        edit, source = proposals[number]
-        if right and monotonic() > until and may_change(edit, source, of_the_case):
+    for edit in sorted((edits[n] for n in tried.right), key=lambda one: one.mistake.is_broad):
+        if right and monotonic() > until and may_change(edit, of_the_case):
             unknown += 1
-        elif not may_change(edit, source, of_the_case) or leaves_the_big_batch(
-            request, expected, edit, source
-        ):
-            right.append(number)
-    right = in_general(request, expected, codes, right, monotonic() + seconds)
-    repairs = [repair_of(*proposals[number]) for number in right]
+        elif not may_change(edit, of_the_case) or leaves_the_big_batch(request, expected, edit):
+            right.append(edit)
+    right = in_general(request, expected, right, monotonic() + seconds)
     why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
-    count = tried.count - unknown
-    return Repairs(_first_of_each_line(repairs), len(repairs), count, tried.of, why_not)
+    found = _first_of_each_line(map(repair_of, right))
+    return Repairs(found, len(right), tried.count - unknown, tried.of, why_not)
 
 
-def _is_broad(proposal: tuple[Edit, bytes]) -> bool:
-    return proposal[0].kind in BROAD
-
-
-def _in_order(
+def in_order(
     of_the_case: Mapping[str, set[int]], seen: LocalsSeen, pointed: Sequence[PointedLine]
-) -> list[tuple[Edit, bytes]]:
-    found: list[tuple[int, int, Edit, bytes]] = []
+) -> list[Edit]:
+    """All edits of the lines that were seen to run, those first that are most likely right."""
+
+    def cost(edit: Edit) -> int:
+        tiers = _tier(pointed, edit.code.file, edit.line) + LATER_IF_BROAD * edit.mistake.is_broad
+        tiers += SHARED * (edit.line in of_the_case.get(edit.code.file, ()))
+        return PER_TIER * tiers + edit.place
+
+    found: list[Edit] = []
     for file, lines in seen.lines.items():
-        text = "".join(linecache.getlines(file))
-        shared = of_the_case.get(file, set())
-        try:
-            edits = edits_of(file, text, lines, _values(file, text, seen))
-        except (SyntaxError, ValueError):
-            continue
-        source = text.encode()
-        tier = partial(_tier, pointed)
-        for number, edit in enumerate(edits):
-            tiers = tier(file, edit.line) + SHARED * (edit.line in shared)
-            tiers += LATER_IF_BROAD * (edit.kind in BROAD)
-            cost = PER_TIER * tiers + LIKELINESS[edit.kind]
-            found.append((cost, number, edit, source))
-    return [(edit, source) for *_, edit, source in sorted(found, key=lambda one: one[:2])]
+        values = {line: one for (other, line), one in seen.values.items() if other == file}
+        found += edits_of(file, "".join(linecache.getlines(file)), lines, values)
+    return sorted(found, key=cost)
 
 
 def _tier(pointed: Sequence[PointedLine], file: str, line: int) -> int:
@@ -222,25 +181,23 @@ def _tier(pointed: Sequence[PointedLine], file: str, line: int) -> int:
     return min(tiers)
 
 
-def may_change(edit: Edit, source: bytes, of_the_case: Mapping[str, set[int]] | None) -> bool:
+def may_change(edit: Edit, of_the_case: Mapping[str, set[int]] | None) -> bool:
     """False if the big batch runs nothing of the code that is replaced with this edit.
 
     ``of_the_case``: the lines that it runs; None if they are not known.
     """
-    code = edited_code(edit, source)
-    assert code is not None
     if of_the_case is None:
         return True
-    replaced = range(code.first_line, code.first_line + code.before.count("\n") + 1)
-    return not of_the_case.get(edit.file, set()).isdisjoint(replaced)
+    (statement,) = edit.code.before.body
+    replaced = range(first_line(statement), (statement.end_lineno or statement.lineno) + 1)
+    return not of_the_case.get(edit.code.file, set()).isdisjoint(replaced)
 
 
-def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, source: bytes) -> bool:
+def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit) -> bool:
     """True if the big batch has the same gradients with this edit: it is right by definition."""
-    code, case, right = edited_code(edit, source), request.case, expected.reference.expected
-    assert code is not None
+    case, right = request.case, expected.reference.expected
     try:
-        edited = run_as_edited(code, (case.model, case.batch, case.loss))
+        edited = run_as_edited(edit.code, (case.model, case.batch, case.loss))
         with without_planted_faults(), kept_inside(other_threads=False), edited:
             found = big_batch(case, request.compare, request.training, request.steps).expected
     except CannotEdit:  # the big batch has nothing to do with these functions
@@ -275,41 +232,7 @@ def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]] | None:
     return seen.lines
 
 
-def _values(file: str, text: str, seen: LocalsSeen) -> dict[int, Mapping[str, str]]:
-    """The line of each ``def`` -> the descriptions of its local names."""
-    found: dict[int, Mapping[str, str]] = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, FUNCTIONS) and (file, _first_line(node)) in seen.values:
-            found[node.lineno] = seen.values[file, _first_line(node)]
-    return found
-
-
-def edited_code(edit: Edit, source: bytes) -> EditedCode | None:
-    """The statement at the top of the file that holds the edit; None if it does not hold it all."""
-    lines = source.splitlines(keepends=True)
-    for statement in _statements(source):
-        first, last = _first_line(statement), statement.end_lineno or statement.lineno
-        start = sum(map(len, lines[: first - 1]))
-        end = start + sum(map(len, lines[first - 1 : last]))
-        if start <= edit.start and edit.end <= end:
-            after = source[start : edit.start] + edit.text.encode() + source[edit.end : end]
-            before = source[start:end].decode()
-            return EditedCode(edit.file, first, before, after.decode(), edit.line)
-    return None
-
-
-@lru_cache(maxsize=8)
-def _statements(source: bytes) -> list[ast.stmt]:
-    return ast.parse(source.decode()).body  # as text, or a line that names its coding would count
-
-
-def _first_line(statement: ast.stmt) -> int:
-    """The line of a statement, or of its first decorator."""
-    decorators = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(int(one.lineno) for one in decorators)])
-
-
-def _first_of_each_line(repairs: Sequence[Repair]) -> tuple[Repair, ...]:
+def _first_of_each_line(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
     first: dict[CodeLine, Repair] = {}
     for one in sorted(repairs, key=lambda one: one.is_broad):
         first.setdefault(one.line, one)
@@ -321,61 +244,26 @@ def _first_of_each_line(repairs: Sequence[Repair]) -> tuple[Repair, ...]:
 LONGEST = 60
 """Longer code is cut."""
 
-WHOLE_STATEMENTS = {
-    EditKind.STATEMENT_LEFT_OUT: "without this statement",
-    EditKind.STATEMENTS_SWAPPED: "with this statement behind the next one",
-    EditKind.MOVED_OUT: "with this, and all below it in its block, behind the block",
-    EditKind.CONTEXT_LEFT_OUT: "without this `with`",
-}
-"""Edits that are easier said than shown."""
-
-
-BROAD = frozenset(
-    {
-        EditKind.ARGUMENTS_SWAPPED,
-        EditKind.CONDITION,
-        EditKind.CONSTANT,
-        EditKind.CONTEXT_LEFT_OUT,
-        EditKind.MOVED_OUT,
-        EditKind.OVER_WORLD_SIZE,
-        EditKind.REDUCED,
-        EditKind.STATEMENT_LEFT_OUT,
-        EditKind.STATEMENTS_SWAPPED,
-        EditKind.TENSORS_OF_MODULE,
-        EditKind.TIMES_WORLD_SIZE,
-    }
-)
-"""Edits that often repair a step at another line than the faulty one: what leaves out the part that
-has the fault, or scales it away, is right as well. Of the steps s161 to s200 in tests/faulty_steps,
-these kinds repaired 8 at the faulty line and 22 elsewhere, all others 30 and 12 (each kind counted
-once a step; a record of 2026-11-23). A condition that is turned round, and other tensors of a
-module, were added later: they leave out what has the fault in the same way.
-"""
-
 
 @dataclass(frozen=True)
 class Repair:
-    """``before``, ``after``: the code that was replaced, and what stood there instead."""
+    """``before``, ``after``: the code that was replaced, and what stood there instead.
+
+    ``said``: the same in words, where these say it better. ``is_broad``: True for an edit that may
+    repair the step although the fault is elsewhere.
+    """
 
     line: CodeLine
     before: str
     after: str
-    kind: EditKind
-
-    @property
-    def is_broad(self) -> bool:
-        """True for an edit that may repair the step although the fault is elsewhere."""
-        return self.kind in BROAD
+    said: str = ""
+    is_broad: bool = False
 
     @property
     def text(self) -> str:
         """The change, as part of a sentence: ``with `a - b` in place of `a + b` ``."""
-        if self.kind in WHOLE_STATEMENTS:
-            return WHOLE_STATEMENTS[self.kind]
-        before = _on_one_line(self.before)
-        if not self.after.strip():
-            return f"without `{before.strip(', ')}`"
-        return f"with `{_on_one_line(self.after)}` in place of `{before}`"
+        shown = f"with `{_on_one_line(self.after)}` in place of `{_on_one_line(self.before)}`"
+        return self.said or shown
 
 
 @dataclass(frozen=True)
@@ -419,10 +307,10 @@ def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
         yield PointedLine(one.line, note, is_fault=number == 0 and not one.is_broad)
 
 
-def repair_of(edit: Edit, source: bytes) -> Repair:
-    """``source``: the file before the edit."""
-    before = source[edit.start : edit.end].decode()
-    return Repair(CodeLine(edit.file, edit.line), before, edit.text, edit.kind)
+def repair_of(edit: Edit) -> Repair:
+    """The edit as a report shows it."""
+    mistake, line = edit.mistake, CodeLine(edit.code.file, edit.line)
+    return Repair(line, edit.before, edit.after, mistake.said, mistake.is_broad)
 
 
 def _on_one_line(code: str) -> str:
@@ -437,18 +325,15 @@ MOST_RANKS = 8
 
 
 def in_general(
-    request: Request,
-    expected: Expected,
-    codes: Mapping[int, EditedCode],
-    right: Sequence[int],
-    until: float,
-) -> list[int]:
+    request: Request, expected: Expected, right: Sequence[Edit], until: float
+) -> list[Edit]:
     """Those of the right edits that repair the step on another layout with another seed as well:
     `rank == 1` -> `rank > 1` repairs two ranks only.
     """
     other = _elsewhere(request, expected)
     try:
-        return [*holding(other, expected_of(other), codes, right, until)]
+        codes = [edit.code for edit in right]
+        return [right[number] for number in holding(other, expected_of(other), codes, until)]
     except BadCase:  # this case cannot be split over other ranks
         return [*right]
 
@@ -464,205 +349,3 @@ def _elsewhere(request: Request, expected: Expected) -> Request:
             case = replace(case, layout=f"{nodes}x{other // nodes}")
             break
     return replace(request, case=replace(case, seed=case.seed + 1))
-
-
-# All small edits of some lines of a file that may repair a step.
-
-WANTED = re.compile(r"clip_grad\w*|dropout\w*|penalt\w*|regulari\w*|weight_decay", re.IGNORECASE)
-"""Names of what is in a step because somebody wants it, whatever gradients it leaves."""
-
-
-def edits_of(
-    file: str, source: str, lines: Collection[int], values: Values | None = None
-) -> list[Edit]:
-    """All edits of expressions and statements that begin on one of these lines.
-
-    ``source`` is the file's bytes decoded as utf-8, with the line ends as they are. Each edit
-    gives other syntax that compiles, and no two give the same. They are ordered by line, and
-    those of a line as in the table of rules: the most likely first.
-
-    ``values`` says what the local names of functions held in a run: for the line of a function's
-    ``def``, each name with a description of its value, such as "tensor float 3x4" or "int". A
-    name is then exchanged only for another with the same description.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of code that an edit makes strange
-        try:
-            parsed = SourceFile(file, source)
-        except (SyntaxError, ValueError):
-            return []  # what was run is not what the file holds now
-        parts = {top: _Part(parsed, top) for top in parsed.tree.body}
-        proposed = sorted(_proposed(parsed, lines, values or {}), key=_by_line_and_likeliness)
-        return [
-            Edit(file, one.line, one.change.start, one.change.end, one.change.text, one.kind)
-            for one in proposed
-            if keeps_what_is_wanted(parsed, one.change) and parts[one.top].becomes_new(one.change)
-        ]
-
-
-def keeps_what_is_wanted(source: SourceFile, change: Change) -> bool:
-    """False for a change that takes away what somebody wrote on purpose, or puts it elsewhere."""
-    before = Counter(WANTED.findall(source.between(change.start, change.end)))
-    return not before - Counter(WANTED.findall(change.text))
-
-
-@dataclass(frozen=True)
-class _Proposed:
-    """A change of what begins on a line, in one statement of the module."""
-
-    line: int
-    kind: EditKind
-    change: Change
-    top: ast.stmt
-
-
-def _by_line_and_likeliness(proposed: _Proposed) -> tuple[int, int]:
-    return proposed.line, LIKELINESS[proposed.kind]
-
-
-def _proposed(source: SourceFile, lines: Collection[int], values: Values) -> Iterator[_Proposed]:
-    facts = FileFacts(source)
-    for node in editable_nodes(source.tree):
-        line: int = getattr(node, "lineno", 0)
-        if line not in lines or isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
-            continue
-        rules = [rule for rule in RULES if isinstance(node, rule.nodes)]
-        scope = scope_of(node, source, values) if rules else None
-        if scope is None:
-            continue
-        top = [one for one in (node, *source.parents_of(node)) if isinstance(one, ast.stmt)][-1]
-        for rule in rules:
-            for change in rule.changes(node, EditSite(source, facts, scope)):
-                yield _Proposed(line, rule.kind, change, top)
-
-
-class _Part:
-    """One statement of the module. An edit in it is compiled without the rest of the file."""
-
-    def __init__(self, source: SourceFile, statement: ast.stmt) -> None:
-        decorators = getattr(statement, "decorator_list", [])
-        self._source = source
-        first = source.span(decorators[0] if decorators else statement)[0]
-        self._start = source.raw.rindex(b"@", 0, first) if decorators else first
-        self._end = source.span(statement)[1]
-
-    @cached_property
-    def _seen(self) -> set[str]:
-        return {ast.dump(ast.parse(self._source.between(self._start, self._end)))}
-
-    def becomes_new(self, change: Change) -> bool:
-        """True if the change gives syntax that compiles, and that was not seen before."""
-        before = self._source.between(self._start, change.start)
-        after = self._source.between(change.end, self._end)
-        text = f"{before}{change.text}{after}"
-        try:
-            tree = ast.parse(text)
-            compile(tree, self._source.file, "exec")
-        except (SyntaxError, ValueError):
-            return False
-        dumped = ast.dump(tree)
-        is_new = dumped not in self._seen
-        self._seen.add(dumped)
-        return is_new
-
-
-# All kinds of edits, those first of which fewest had to be made for each step that they repaired.
-#
-# The order was found on 200 faulty steps whose faulty line is known (`tests/faulty_steps`). All
-# edits of this line were run. For each kind, the number of steps that it repaired there, where a
-# step that several kinds repair counts half for each of them and half in shares, was divided by
-# the number of edits of this kind that all lines of a step have. Both were moved a little towards
-# what an unknown kind is expected to have (0.3 repairs in 200 steps, and 0.15 edits in a step),
-# so that one lucky repair decides little. In the order below the ratio falls from 20 to 0.
-#
-# Kinds that repaired none of the 240 steps, once an edit had to hold on another layout as well,
-# or none that another kind does not repair too, were taken out on 2026-11-27, but for those that
-# change any code, as in mutation testing: operators, conditions, slices, arguments, results.
-#
-# To add a kind: write a function that proposes changes for a type of node, in the file of its
-# topic, and put it into this table. Its docstring says why people make the mistake.
-
-RULES: tuple[Rule[Any], ...] = (
-    Rule(EditKind.AFTER_REDUCTION, ast.Call, of_statements.addend_outside),
-    Rule(EditKind.AFTER_REDUCTION, ast.Assign, of_statements.addend_after),
-    Rule(EditKind.AFTER_REDUCTION, ast.Assign, of_statements.limited_after),
-    Rule(EditKind.VARIANCE_OF_ALL, ast.Call, of_statements.around_mean_of_all),
-    Rule(EditKind.ROUNDED_UP, ast.BinOp, of_expressions.rounded_up),
-    Rule(EditKind.DOT_ADDED, ast.Call, of_calls.dot_behind_a_prefix),
-    Rule(EditKind.OPTION_GIVEN, ast.Call, of_calls.optional_argument),
-    Rule(EditKind.TIMES_ARGUMENT, ast.expr, of_expressions.times_an_argument),
-    Rule(EditKind.JUMP, ast.stmt, of_statements.jump),
-    Rule(EditKind.BOTH_BOUNDS, ast.Compare, of_expressions.both_bounds),
-    Rule(EditKind.BEFORE_SKIPPED, ast.Continue, of_statements.before_skipped),
-    Rule(EditKind.MEAN_OF_ALL, ast.Call, of_calls.mean_over_all),
-    Rule(EditKind.ONLY_THESE, ast.Expr, of_statements.only_these_parameters),
-    Rule(EditKind.HOOKS, ast.Expr, of_statements.hooks_replaced),
-    Rule(EditKind.REQUIRES_GRAD, ast.Call, of_expressions.requires_grad),
-    Rule(EditKind.SHARE_OF_A_TURN, ast.expr, of_calls.share_of_a_turn),
-    Rule(EditKind.ORDER_OF_PARTS, ast.Call, of_calls.parts_joined),
-    Rule(EditKind.ORDER_OF_PARTS, ast.Subscript, of_calls.part_of_each),
-    Rule(EditKind.OFFSET, ast.Call, of_expressions.offset_of_the_rank),
-    Rule(EditKind.OFFSET, ast.expr, of_expressions.rank_times_count),
-    Rule(EditKind.OFFSET, ast.Call, of_expressions.diagonal_of_the_rank),
-    Rule(EditKind.OFFSET, ast.Call, of_expressions.counted_from_the_rank),
-    Rule(EditKind.CONTEXT_LEFT_OUT, ast.With, of_statements.context_left_out),
-    Rule(EditKind.CONDITION, ast.BoolOp, of_expressions.and_or),
-    Rule(EditKind.CONDITION, ast.stmt, of_statements.condition_of_block),
-    Rule(EditKind.LISTS_JOINED, ast.For, of_statements.other_list_too),
-    Rule(EditKind.CONDITION_LEFT_OUT, ast.BoolOp, of_expressions.condition_left_out),
-    Rule(EditKind.INDEX, ast.Subscript, of_expressions.index_off_by_one),
-    Rule(EditKind.AXES, ast.Call, of_expressions.sizes_swapped),
-    Rule(EditKind.COMPARISON, ast.Compare, of_expressions.another_comparison),
-    Rule(EditKind.PERMUTATION_INVERTED, ast.Subscript, of_expressions.permutation_inverted),
-    Rule(EditKind.MIRRORED, ast.Slice, of_expressions.mirrored),
-    Rule(EditKind.METHOD, ast.Attribute, of_calls.mixed_up),
-    Rule(EditKind.METHOD, ast.Name, of_calls.mixed_up_name),
-    Rule(EditKind.METHOD, ast.Call, of_calls.function_for_method),
-    Rule(EditKind.TENSORS_OF_MODULE, ast.Call, of_calls.tensors_of_a_module),
-    Rule(EditKind.WITH_GRADIENT, ast.Expr, of_statements.reduced_with_gradient),
-    Rule(EditKind.IN_PLACE, ast.Attribute, of_calls.in_place),
-    Rule(EditKind.ADDED_UP, ast.Assign, of_statements.added_up),
-    Rule(EditKind.ADDED_UP, ast.AugAssign, of_statements.assigned),
-    Rule(EditKind.ADDED_UP, ast.AugAssign, of_statements.equal_indices_added),
-    Rule(EditKind.DIVISOR, ast.expr, of_expressions.another_divisor),
-    Rule(EditKind.PARENTHESES, ast.BinOp, of_expressions.parentheses_moved),
-    Rule(EditKind.ONLY_IF, ast.AugAssign, of_calls.only_if),
-    Rule(EditKind.FLAG, ast.Constant, of_expressions.the_other_truth_value),
-    Rule(EditKind.MOVED_OUT, ast.stmt, of_statements.moved_out),
-    Rule(EditKind.OPERATOR, ast.BinOp, of_expressions.another_operator),
-    Rule(EditKind.CALL_BY_NAME, ast.Call, of_expressions.name_for_call),
-    Rule(EditKind.RANGE, ast.Call, of_expressions.range_off_by_one),
-    Rule(EditKind.OWN_ATTRIBUTE, ast.Attribute, of_expressions.another_attribute),
-    Rule(EditKind.MASKED_TOO, ast.expr, of_calls.masked_too),
-    Rule(EditKind.SLICE, ast.Slice, of_expressions.another_slice),
-    Rule(EditKind.SLICE, ast.Compare, of_expressions.shifted_too),
-    Rule(EditKind.SLICE, ast.Call, of_expressions.shifted_call),
-    Rule(EditKind.STATEMENT_LEFT_OUT, ast.stmt, of_statements.left_out),
-    Rule(EditKind.ATTRIBUTE_LEFT_OUT, ast.Attribute, of_expressions.attribute_left_out),
-    Rule(EditKind.COUNT_OF_ALL, ast.BinOp, of_calls.count_of_all),
-    Rule(EditKind.KEYWORD_LEFT_OUT, ast.Call, of_calls.keyword_left_out),
-    Rule(EditKind.STATEMENTS_SWAPPED, ast.stmt, of_statements.swapped),
-    Rule(EditKind.CALL_LEFT_OUT, ast.Call, of_calls.call_left_out),
-    Rule(EditKind.OPERAND_LEFT_OUT, ast.BinOp, of_expressions.operand_left_out),
-    Rule(EditKind.KEYWORD_ADDED, ast.Call, of_calls.keyword_added),
-    Rule(EditKind.FUNCTION_APPLIED, ast.expr, of_expressions.function_applied),
-    Rule(EditKind.FUNCTION_APPLIED, ast.Call, of_expressions.function_applied_to_all),
-    Rule(EditKind.SUBSCRIPT_LEFT_OUT, ast.Subscript, of_expressions.subscript_left_out),
-    Rule(EditKind.STRING, ast.Constant, of_expressions.another_string),
-    Rule(EditKind.REDUCED, ast.stmt, of_statements.reduced),
-    Rule(EditKind.NAME, ast.Name, of_expressions.another_name),
-    Rule(EditKind.CLONED, ast.expr, of_expressions.cloned),
-    Rule(EditKind.RESULT_USED, ast.Expr, of_statements.result_used),
-    Rule(EditKind.RESULT_USED, ast.stmt, of_statements.returned),
-    Rule(EditKind.OPERANDS_SWAPPED, ast.BinOp, of_expressions.operands_swapped),
-    Rule(EditKind.TIMES_WORLD_SIZE, ast.expr, of_expressions.multiplied_by_world_size),
-    Rule(EditKind.SIGN, ast.UnaryOp, of_expressions.sign_left_out),
-    Rule(EditKind.OVER_WORLD_SIZE, ast.expr, of_expressions.divided_by_world_size),
-    Rule(EditKind.CONSTANT, ast.Constant, of_expressions.another_number),
-    Rule(EditKind.ARGUMENTS_SWAPPED, ast.Call, of_calls.arguments_swapped),
-    Rule(EditKind.ARGUMENT_LEFT_OUT, ast.Call, of_calls.argument_left_out),
-    Rule(EditKind.DETACHED, ast.expr, of_expressions.detached),
-)
-
-LIKELINESS = {kind: number for number, kind in enumerate(dict.fromkeys(one.kind for one in RULES))}
-"""The place of each kind of edit, the most likely first."""

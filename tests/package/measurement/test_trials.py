@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,11 +49,14 @@ def doing(code: str) -> tuple[str, str]:
 
 
 def edited(step: Step, before: str, after: str) -> EditedCode:
+    """The step with other code. One that stands in a test is indented as if it stood alone."""
     lines, first = inspect.getsourcelines(step)
     source = "".join(lines)
     assert source.count(before) == 1
-    file = step.__code__.co_filename
-    return EditedCode(file, first, source, source.replace(before, after))
+    one, other = (ast.parse(textwrap.dedent(s)) for s in (source, source.replace(before, after)))
+    for tree in (one, other):
+        ast.increment_lineno(tree, first - 1)
+    return EditedCode(step.__code__.co_filename, one, other)
 
 
 def tried(
@@ -73,19 +78,14 @@ MISBEHAVIOUR = {
     "other collectives on each rank": (
         "(dist.broadcast(torch.ones(2), 0) if rank.rank else dist.all_reduce(torch.ones(9)))"
     ),
-    "raises on one rank": "assert rank.rank",
     "raises on all ranks": "assert False",
-    "sys.exit": "import sys; sys.exit(0)",
-    "os._exit": "import os; os._exit(0)",
     "os._exit on one rank": "import os; rank.rank or os._exit(1)",
     "never ends": "any(iter(int, 1))",
     "leaves a thread": (
         "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
     ),
     "leaves a group": "dist.new_group([0])",
-    "destroys the group": "dist.destroy_process_group()",
     "another default dtype": "torch.set_default_dtype(torch.float16)",
-    "another seed": "torch.manual_seed(0)",
     "prints a lot": "print('word ' * 100_000)",
     "leaves a collective running": "rank.rank or dist.all_reduce(torch.ones(1), async_op=True)",
 }
@@ -95,11 +95,6 @@ MISBEHAVIOUR = {
 def test_the_edits_after_one_that_misbehaves_are_judged_rightly(code: str) -> None:
     found = tried([doing(code), (FAULT, "divisor = 5"), REPAIRED, (FAULT, "divisor = 7")])
     assert found == Tried(right=(2,), count=4, of=4)
-
-
-def test_an_edit_that_repairs_on_one_rank_only_is_none() -> None:
-    found = tried([(FAULT, "divisor = rank.world_size + rank.rank")])
-    assert found == Tried(count=1, of=1)
 
 
 def unreduced(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -117,9 +112,10 @@ def test_an_edit_that_waits_for_nothing_is_none_even_if_it_is_right_by_chance() 
     assert found == Tried(right=(1,), count=2, of=2)
 
 
-def test_an_edit_that_cannot_be_made_does_not_count_as_tried() -> None:
-    found = tried([("rank: Rank)", "rank: Rank = None)"), REPAIRED])
-    assert found == Tried(right=(1,), count=1, of=2)
+def test_an_edit_that_cannot_be_made_or_repairs_one_rank_only_is_none() -> None:
+    on_one_rank = (FAULT, "divisor = rank.world_size + rank.rank")
+    found = tried([("rank: Rank)", "rank: Rank = None)"), on_one_rank, REPAIRED])
+    assert found == Tried(right=(2,), count=2, of=3)
 
 
 def test_edits_are_tried_for_so_many_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +230,6 @@ def test_an_edit_on_one_rank_is_tried() -> None:
     assert found == Tried(right=(1,), count=2, of=2)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [{"dtype": torch.float32}, {"layout": "2x2"}, {"layout": "1x2", "dtype": torch.float64}],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [{"dtype": torch.float32}, {"layout": "2x2"}], ids=str)
 def test_a_repair_is_found_on_other_cases(case: dict[str, Any]) -> None:
     assert tried([REPAIRED], **case).right == (0,)

@@ -10,7 +10,6 @@ import pytest
 
 from ddp_equivalence import Verdict, check
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.edit import EditKind
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.diagnosis.repairs import find_repairs
@@ -94,7 +93,7 @@ def test_the_results_in_json_hold_the_repairs(verdict: Verdict, own_file: Path) 
 def _repair(verdict: Verdict, before: str, after: str) -> Repair:
     assert verdict.asked.defined_at is not None
     line = CodeLine(verdict.asked.defined_at.file, LINE, "step")
-    return Repair(line, before, after, next(iter(EditKind)))
+    return Repair(line, before, after)
 
 
 @pytest.mark.parametrize(("before", "after"), [(FAULTY, LONG), (LONG, "x"), ("a\n  +\n b", LONG)])

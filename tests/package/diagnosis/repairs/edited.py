@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from collections.abc import Collection
 
-from ddp_equivalence.case.edit import Edit, EditKind
-from ddp_equivalence.diagnosis.repairs.find_repairs import edits_of
+from ddp_equivalence.diagnosis.repairs.edits import Edit, edits_of
 from ddp_equivalence.diagnosis.repairs.source import Values
 
 FILE = "user.py"
@@ -36,12 +36,20 @@ def every_line(source: str) -> Collection[int]:
 
 def sources(
     source: str, lines: Collection[int] | None = None, values: Values | None = None
-) -> dict[str, EditKind]:
-    """The sources that the edits give, each with the kind of the edit."""
+) -> dict[str, Edit]:
+    """The sources that the edits give, as Python writes them, each with its edit."""
     edits = edits_of(FILE, source, every_line(source) if lines is None else lines, values)
-    return {applied(edit, source): edit.kind for edit in edits}
+    return {applied(edit, source): edit for edit in edits}
 
 
 def applied(edit: Edit, source: str) -> str:
-    encoded = source.encode()
-    return (encoded[: edit.start] + edit.text.encode() + encoded[edit.end :]).decode()
+    """The whole file after an edit."""
+    tree = ast.parse(source.removeprefix("\ufeff"))
+    (before,), (after,) = edit.code.before.body, edit.code.after.body
+    tree.body = [after if ast.dump(one) == ast.dump(before) else one for one in tree.body]
+    return ast.unparse(tree)
+
+
+def written(source: str) -> str:
+    """A source as Python writes it."""
+    return ast.unparse(ast.parse(source.removeprefix("\ufeff")))
