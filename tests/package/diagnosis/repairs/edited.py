@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+import warnings
 from collections.abc import Collection
 
 from ddp_equivalence.diagnosis.repairs.edits import Edit, edits_of
@@ -44,7 +45,7 @@ def sources(
 
 def applied(edit: Edit, source: str) -> str:
     """The whole file after an edit."""
-    tree = ast.parse(source.removeprefix("\ufeff"))
+    tree = parsed(source)
     (before,), (after,) = edit.code.before.body, edit.code.after.body
     tree.body = [after if ast.dump(one) == ast.dump(before) else one for one in tree.body]
     return ast.unparse(tree)
@@ -52,4 +53,11 @@ def applied(edit: Edit, source: str) -> str:
 
 def written(source: str) -> str:
     """A source as Python writes it."""
-    return ast.unparse(ast.parse(source.removeprefix("\ufeff")))
+    return ast.unparse(parsed(source))
+
+
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a source, of which Python may warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source.removeprefix("\ufeff"))
