@@ -15,25 +15,25 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 660,
+    "": 340,
     "adapters": 320,
-    "case": 3_270,
+    "case": 3_170,
     "checking": 680,
-    "commands": 10_100,
+    "commands": 6_930,
     "comparison": 1_780,
-    "diagnosis": 26_930,
+    "diagnosis": 22_760,
     "faults": 2_400,
     "gate": 1_980,
-    "measurement": 9_300,
-    "observed_scripts": 10_050,
-    "pytest_plugin": 2_530,
-    "ranks": 8_000,
-    "report": 7_330,
+    "measurement": 8_580,
+    "observed_scripts": 10_040,
+    "pytest_plugin": 1_670,
+    "ranks": 7_190,
+    "report": 5_220,
     "strategies": 1_400,
 }
 """Folder -> the most lines that its files may have together. A number may only become smaller."""
 
-MOST_FILES = 430
+MOST_FILES = 336
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15
