@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         description="Train one neuron y = w x, which starts at w = 1, on 256 samples with L1 loss "
         "and plain SGD. Inputs are 1 and targets 0; standard normal noise is added to both unless "
         "--deterministic True. The command prints what was measured, the closed form, and whether "
-        "they agree within 99.9 %% intervals. This needs the extra `sandbox`. Exit code 0: all "
+        "they agree within 99.9 % intervals. This needs the extra `sandbox`. Exit code 0: all "
         "agree, 1: some do not, 2: bad input, 3: a rank failed.",
     )
     parser.add_argument(

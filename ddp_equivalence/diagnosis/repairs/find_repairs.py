@@ -56,7 +56,7 @@ RELATIVE = 1e-9
 """Gradients of the big batch in float64 are others if they differ by more than this, relative to
 the largest element."""
 
-TIMES_IN_A_PROCESS = 6
+TIMES_IN_A_PROCESS = 6.0
 """A process spends so many times the seconds of one check on trials, however many checks differ."""
 
 PART_TO_VERIFY = 0.5
