@@ -389,6 +389,11 @@ _destroyed_groups: list[object] = []
 """Groups of stopped rank sets. They are kept, as freeing one can deadlock torch 2.13."""
 
 
+ABORTS_ONLY_THE_COLLECTIVE = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+"""Unless the user says otherwise, a collective of NCCL that takes too long does not end the judging
+process: torch aborts its communicator and no more ("CleanUpOnly" in ProcessGroupNCCL.hpp)."""
+
+
 class InProcessRankSet(RankSet):
     """Rank 0 works in this process, without a deadline; its exceptions are not wrapped.
 
@@ -534,7 +539,11 @@ class InProcessRankSet(RankSet):
         before, outside = process_state.capture(), dist.group.WORLD
         try:
             arguments = self._start_arguments(self.layout.rows[0])
-            arguments = replace(arguments, collective_timeout=self._own_timeout)
+            arguments = replace(
+                arguments,
+                collective_timeout=self._own_timeout,
+                environment=(ABORTS_ONLY_THE_COLLECTIVE, *arguments.environment),
+            )
             self._rank_0 = join_group(arguments, self._pass_port)
             self._rank_0_environment = rank_environment()
         finally:
