@@ -28,7 +28,7 @@ from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME, YEL
 from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of, require_writable_folder
 from ddp_equivalence.commands.record import asked, part_of_suite
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
-from ddp_equivalence.gate.surroundings import standard_name
+from ddp_equivalence.gate.record import standard_name
 from ddp_equivalence.report.text import painted, plural
 
 if TYPE_CHECKING:

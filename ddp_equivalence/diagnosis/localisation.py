@@ -28,7 +28,11 @@ from ddp_equivalence.diagnosis.time_left import (
 )
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts, unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import ignores_the_loss, with_one_rank
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import (
+    ignores_the_loss,
+    lines_of_partings,
+    with_one_rank,
+)
 from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.measurement.request import Request
@@ -266,8 +270,10 @@ def in_own_precision(request: Request) -> Request | None:
 
 
 def one_rank_shows_more(finding: Finding | None) -> bool:
-    """True if the step is to run on one rank: no cause, a guess, or one whose count made a line."""
-    if finding is None or finding.is_guess:
+    """True if the step is to run on one rank: no cause, a guess, one of which no line was seen, or
+    one whose count made a line.
+    """
+    if finding is None or finding.is_guess or not finding.lines:
         return True
     return finding.cause == ANOTHER_COUNT.name
 
@@ -278,7 +284,8 @@ def findings_beside_one_rank(
     """The findings, once the step has run on one rank.
 
     A backward method that ignores how the loss is scaled explains any wrong factor. A wrong count
-    gets the lines that compute it, if one rank computes it as well.
+    gets the lines that compute it, if one rank computes it as well, and a cause without lines those
+    at which the ranks part from one rank.
     """
     if not findings or not findings[0].accepted or beside is None:
         return findings
@@ -289,6 +296,8 @@ def findings_beside_one_rank(
 
 
 def _with_lines_of_the_count(finding: Finding, view: View, beside: BesideOneRank) -> Finding:
+    if not finding.lines and beside.is_right_alone:
+        return replace(finding, lines=lines_of_partings(beside.partings, view))
     if finding.cause != ANOTHER_COUNT.name or finding.more:
         return finding
     found = None if beside.is_right_alone else whereabouts_of(view, "")

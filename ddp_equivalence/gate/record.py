@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -356,3 +357,8 @@ def _hash_of(line: Mapping[str, Any], before: str) -> str:
 
 def _refuse(path: Path, right: str) -> NoReturn:
     raise BadCase("record", str(path), right)
+
+
+def standard_name(name: str) -> str:
+    """``Small_Package[extra]`` is "small-package". Source: PEP 503."""
+    return re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ddp_equivalence.gate.record import standard_name
 from ddp_equivalence.ranks.gpus import gpus
 from ddp_equivalence.report.machine import set_variables
 from ddp_equivalence.report.record import versions
@@ -87,11 +88,6 @@ def hidden_by(folder: Path) -> list[str]:
     importable = {one.stem for one in (*files, *folders)}
     installed = metadata.packages_distributions()
     return sorted({standard_name(one) for name in importable for one in installed.get(name, ())})
-
-
-def standard_name(name: str) -> str:
-    """``Small_Package[extra]`` is "small-package". Source: PEP 503."""
-    return re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()
 
 
 def _commit(folder: Path) -> str:

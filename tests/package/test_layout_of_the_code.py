@@ -21,7 +21,7 @@ BUDGETS = {
     "checking": 680,
     "commands": 6_930,
     "comparison": 1_780,
-    "diagnosis": 22_760,
+    "diagnosis": 22_810,
     "faults": 2_400,
     "gate": 1_980,
     "measurement": 8_580,

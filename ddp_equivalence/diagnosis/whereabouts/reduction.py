@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -145,6 +146,7 @@ class _Search:
         return (
             self._tensors_beside()
             or self._changed_after_it_was_right()
+            or unlike_calls(self.pieces, self.path)
             or self._no_mixture()
             or self._other_mixture()
         )
@@ -561,6 +563,52 @@ def _similar(one: Mix | None, other: Mix | None) -> bool:
         return one is other
     most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
     return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
+
+
+# Ranks that give different gradients to one and the same collective.
+
+
+def unlike_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
+    """None unless a call that reduced these gradients met calls of others on other ranks."""
+    view = pieces.view
+    for call in view.observed.calls.of(path.rank):
+        collective = call.collective
+        if collective is None or not reduces_gradients(call):
+            continue
+        by_rank = [_reductions(view, rank, collective.ranks) for rank in collective.ranks]
+        place = _reductions(view, path.rank, collective.ranks).index(call)
+        if not set(collective.names) & set(path.names) or len({*map(len, by_rank)}) > 1:
+            continue
+        met = {
+            rank: calls[place].collective.names  # type: ignore[union-attr]
+            for rank, calls in zip(collective.ranks, by_rank, strict=True)
+        }
+        if len(set(met.values())) == 1 or not all(met.values()):
+            continue
+        common = Counter(met.values()).most_common(1)[0][0]
+        odd = tuple(rank for rank, names in met.items() if names != common)
+        what = f"{ranked(odd, view.world_size)} reduce{'s' if len(odd) == 1 else ''} "
+        what += f"{named(met[odd[0]])} where the others reduce {named(common)}"
+        return Whereabouts(
+            "reduction",
+            "ranks reduce different gradients together",
+            f"In one and the same collective, {what}.",
+            distinct([*lines_only_on(view.observed.by_rank, odd), at(line_of(call), what, True)]),
+            ranks=odd,
+            fix="reduce the gradients in the same order on all ranks.",
+        )
+    return None
+
+
+def _reductions(view: View, rank: int, group: tuple[int, ...]) -> list[Call]:
+    """The calls by which a rank reduces gradients in this group."""
+    return [
+        call
+        for call in view.observed.calls.of(rank)
+        if reduces_gradients(call)
+        and call.collective is not None
+        and call.collective.ranks == group
+    ]
 
 
 # Only some parameters differ: those that a wrapper reduces in a group of only some ranks.

@@ -96,7 +96,10 @@ def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices
 
     cuts = not_meant(cuts_of(step), recorded, eps)
     unlike = search(backward=False)
-    return StepAndLoss(unlike, cuts, () if unlike or cuts else search(backward=True)[:1])
+    # The line that calls backward stands for all that autograd does, and tells nothing.
+    calls = {one.line for one in view.observed.calls.backwards}
+    changed = () if unlike or cuts else search(backward=True)
+    return StepAndLoss(unlike, cuts, tuple(c for c in changed if c.operation.line not in calls)[:1])
 
 
 def _values(run: Operations, backward: bool) -> Iterator[Value]:

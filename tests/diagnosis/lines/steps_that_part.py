@@ -6,27 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.diagnosis.lines.faulty_line import mean_squares
-from tests.diagnosis.lines.steps_around_reductions import write
 
 Batch = dict[str, Tensor]
-
-
-def vectors_stay_with_the_leader(model: Any, batch: Batch, rank: Any) -> None:
-    node = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.node]
-    leaders = dist.new_group([0, 2])
-    mean_squares(model, batch).backward()
-    for parameter in model.parameters():
-        dist.reduce(parameter.grad, dst=2 * rank.node, group=node)
-        if rank.local_rank == 0:
-            dist.all_reduce(parameter.grad, group=leaders)
-        parameter.grad /= rank.world_size
-    for parameter in model.parameters():
-        if parameter.ndim > 1:  # fault
-            dist.broadcast(parameter.grad, src=2 * rank.node, group=node)
 
 
 def another_order_on_rank_1(model: Any, batch: Batch, rank: Any) -> None:
@@ -44,21 +29,6 @@ def another_order_on_rank_1(model: Any, batch: Batch, rank: Any) -> None:
         parameters[name].grad.copy_(
             (padded[: len(gradient)] / rank.world_size).view_as(parameters[name])
         )
-
-
-def shards_in_another_order(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])
-    flat = nn.functional.pad(flat, (0, -len(flat) % rank.world_size))
-    mine = torch.empty_like(flat[: len(flat) // rank.world_size])
-    dist.reduce_scatter(mine, list(flat.chunk(rank.world_size)))
-    mine /= rank.world_size
-    shards = [torch.empty_like(mine) for _ in range(rank.world_size)]
-    dist.all_gather(shards, mine)
-    whole = torch.cat(shards[::-1])  # fault
-
-    write(gradients, whole)
 
 
 class Countdown:

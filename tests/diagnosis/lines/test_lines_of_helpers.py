@@ -93,10 +93,3 @@ def test_the_line_that_computes_the_ranks_of_a_group_is_shown() -> None:
     verdict = judged(steps.in_computed_groups)
     assert verdict.cause == "reduced_in_wrong_group", verdict
     assert note_of_the_fault(verdict) == "makes groups {0, 1} and {2, 3}"
-
-
-def test_a_division_by_another_number_of_some_gradients_is_shown() -> None:
-    verdict = judged(steps.divided_by_the_last_number, loss=steps.two_losses)
-    assert not verdict.causes, verdict
-    assert "with 128 it would be right" in note_of_the_fault(verdict)
-    assert "self.number = number  sets number" in shown(verdict)
