@@ -319,9 +319,14 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
 
 
 def _sums_without(view: View, ranks: Sequence[int]) -> list[PointedLine]:
-    """Where tensors are received point to point."""
+    """Where tensors are received point to point, or the last collective behind backward."""
     others = [rank for rank in range(view.world_size) if rank not in ranks]
-    return lines_of_exchange(view, others[0]) if others else []
+    exchanged = lines_of_exchange(view, others[0]) if others else []
+    last = view.observed.calls.places(
+        Kind.COLLECTIVE, where=lambda call: call.backwards > 0 and not call.in_backward
+    )[-1:]
+    note = f"what is made of its result lacks {ranks_by_number(ranks)}"
+    return exchanged or [place.pointed(note, is_fault=True) for place in last]
 
 
 def fix_of_left_out(view: View, ranks: Sequence[int]) -> str:

@@ -146,7 +146,6 @@ class _Search:
         return (
             self._tensors_beside()
             or self._changed_after_it_was_right()
-            or unlike_calls(self.pieces, self.path)
             or self._no_mixture()
             or self._other_mixture()
         )
@@ -222,6 +221,9 @@ class _Search:
         if not found:
             return None
         _, number, self.path = min(found, key=lambda one: one[:2])
+        unlike = unlike_calls(self.pieces, self.path)
+        if unlike is not None:
+            return unlike
         path, state = self.path, self.path.states[number]
         before = path.states[number - 1] if number else None
         what, text = done_text(state.call, self.pieces), mix_text(state.mix, self.pieces)

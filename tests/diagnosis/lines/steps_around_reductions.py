@@ -127,18 +127,6 @@ def gathered(flat: Tensor, world_size: int) -> list[Tensor]:
     return parts
 
 
-def sums_all_but_the_first(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])
-    parts = gathered(flat, rank.world_size)
-    total = torch.stack(parts[1:]).sum(0)  # fault
-    mean = total / rank.world_size
-    del parts
-
-    write(gradients, mean)
-
-
 def averages_neighbours(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     gradients = [parameter.grad for parameter in model.parameters()]

@@ -50,7 +50,6 @@ def distance_to_the_fault(numbers: list[int], step: Step) -> int:
         (FOUR, steps.switched_off, "returns before line"),
         (FOUR, steps.context_with_a_name, "chooses whether DDP synchronises"),
         (FOUR, steps.only_the_first_three, "gives parameters, of which line"),
-        (FOUR, steps.sums_all_but_the_first, "total is made of ranks 1, 2 and 3 only"),
         (FOUR, steps.averages_neighbours, "mean, element 118"),
         (TEN, steps.order_is_cut, "order lacks examples 8, 9"),
         (FOUR, steps.main_rank_divides_alone, "rank 0"),
