@@ -41,6 +41,12 @@ def test_every_file_that_a_document_names_exists(document: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
+def test_no_document_has_marks_of_a_merge_in_it(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert not re.findall(r"^(?:<{7}|>{7})(?: .*)?$", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_of_a_document_leads_to_a_file(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
