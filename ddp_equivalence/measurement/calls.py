@@ -171,8 +171,7 @@ class Call:
     ``examples``: the positions, in the batch of all steps, that a forward pass read; () if they are
     not known. ``line`` of these is the one that first held what was read.
 
-    A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value, ``names``
-    the parameters that it reaches, if that is known. A
+    A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value. A
     ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A
     ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
     ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;

@@ -367,19 +367,15 @@ def backward_lines(pieces: Pieces, piece: Piece) -> list[PointedLine | None]:
 
 def own_backward_lines(seen: Observation, backward: Call | None) -> list[PointedLine]:
     """The backward methods of the user's own that ran, those first that withheld a gradient."""
-    own = {
-        one.name: PointedLine(
-            one.line,
-            f"{WITHHOLDS} for input {one.withheld[0]} of {one.name}, which needs one"
-            if one.withheld
-            else f"the gradient that {one.name} gives back",
-            is_fault=True,
-        )
-        for one in sorted(seen.own_backwards, key=lambda one: not one.withheld, reverse=True)
-        if backward is not None
-        and (one.step, one.backwards) == (backward.step, backward.backwards + 1)
-    }
-    return list(own.values())[::-1]
+    own: dict[str, PointedLine] = {}
+    for one in sorted(seen.own_backwards, key=lambda one: not one.withheld):
+        if backward is None or (one.step, one.backwards) != (backward.step, backward.backwards + 1):
+            continue
+        note = f"the gradient that {one.name} gives back"
+        if one.withheld:
+            note = f"{WITHHOLDS} for input {one.withheld[0]} of {one.name}, which needs one"
+        own.setdefault(one.name, PointedLine(one.line, note, is_fault=True))
+    return list(own.values())
 
 
 # A backward pass adds to gradients that would be right without it, as one through another's loss.

@@ -277,7 +277,7 @@ class _Search:
             return self._of("gradients are zero in the end", "", self._all_changes())
         if len(counted) < len(ranks):
             return self._ranks_missing([rank for rank in ranks if rank not in counted])
-        by_pass = _by_pass(weights, self.path.rank)
+        by_pass = [one.values() for one in weights.values()]
         if any(max(one) - min(one) > SAME_WEIGHT * most for one in by_pass):
             return self._passes_count_unequally(weights, least)
         each = {rank: sum(one.values()) for rank, one in weights.items()}
@@ -350,7 +350,7 @@ class _Search:
         lines: list[PointedLine | None] = [
             *lines_only_on(view.observed.by_rank, missing),
             *self._where_they_part(),
-            *(one.pointed("makes this group", not reduced) for one in groups[:1]),
+            *(one.pointed("makes this group") for one in groups[:1]),
         ]
         who = ranked(missing, view.world_size)
         exchanged = [] if reduced else lines_of_exchange(view, path.rank)
@@ -549,11 +549,6 @@ def _first_other(path: Path, call: Call) -> bool:
 
 def _counts(weights: dict[int, float], least: float) -> bool:
     return any(abs(one) > least for one in weights.values())
-
-
-def _by_pass(weights: dict[int, dict[int, float]], rank: int) -> list[list[float]]:
-    """The weights that the passes of one rank have: of this rank, and of each other one."""
-    return [list(one.values()) for one in (weights.get(rank, {}), *weights.values()) if one]
 
 
 def _numbers(numbers: set[int]) -> str:
