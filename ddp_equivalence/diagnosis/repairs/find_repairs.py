@@ -98,21 +98,13 @@ def find_repairs(
     try:
         with time.counted(EDITS):
             return unless_it_fails(
-                lambda: _unless_it_cannot_run(
-                    lambda: _found(request, expected, pointed(), seconds, time.show)
-                ),
+                lambda: _found(request, expected, pointed(), seconds, time.show),
                 lambda why: Repairs(why_not=why),
             )
+    except BadCase as error:  # this machine or this case allows no trials
+        return Repairs(why_not=str(error).partition("\n")[0])
     finally:
         _spent += monotonic() - began
-
-
-def _unless_it_cannot_run(find: Callable[[], Repairs]) -> Repairs:
-    """What ``find()`` returns, or why this machine or this case allows no trials."""
-    try:
-        return find()
-    except BadCase as error:
-        return Repairs(why_not=str(error).partition("\n")[0])
 
 
 def _found(

@@ -1,11 +1,10 @@
 """Patterns of code with holes: where they match in a syntax tree, and what they make of it.
 
 A pattern is written as Python with holes: ``$x`` stands for one expression, statement, attribute or
-keyword, and ``*$x`` or ``**$x`` for any number of arguments or statements. ``$inside(...)`` is an
-expression that holds the rest anywhere, and ``_[...]`` an index alone. A hole whose name is one of
-``KINDS`` (digits at its end do not count) takes only what that function allows, and one whose name
-begins with ``maybe`` takes nothing as well. A hole that only the replacement has is filled by the
-function of this name in ``CHOICES``, once for each text that it gives.
+keyword, and ``*$x`` or ``**$x`` for any number of arguments or statements. ``_[...]`` is an index
+alone. A hole whose name is one of ``KINDS`` takes only what that function allows, and one
+whose name begins with ``maybe`` takes nothing as well. A hole that only the replacement has is
+filled by the function of this name in ``CHOICES``, once for each text that it gives.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -24,7 +22,7 @@ Found = Mapping[str, Any]
 """What stands in each hole: a node, a list of nodes, or the text of an attribute."""
 
 KINDS: dict[str, Callable[[Site, Any, Found], bool]] = {}
-CHOICES: dict[str, Callable[..., Iterable[str]]] = {}
+CHOICES: dict[str, Callable[[Site, Found], Iterable[str]]] = {}
 
 _HOLE = "__"
 _REST = ast.parse(f"*{_HOLE}rest").body
@@ -35,11 +33,10 @@ def kind(test: Callable[[Site, Any, Found], bool]) -> Callable[[Site, Any, Found
     return KINDS.setdefault(test.__name__, test)
 
 
-def choice(texts: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
-    """Registers a function that gives the texts for the holes that have its name.
-
-    It is called with the site, what was found, and the texts of the hole's arguments if it has any.
-    """
+def choice(
+    texts: Callable[[Site, Found], Iterable[str]],
+) -> Callable[[Site, Found], Iterable[str]]:
+    """Registers a function that gives the texts for the holes that have its name."""
     return CHOICES.setdefault(texts.__name__, texts)
 
 
@@ -57,7 +54,7 @@ class Pattern:
         first = self._before[0]
         anything = _hole(first.value if isinstance(first, ast.Expr) else first)
         holes = {_hole(text) for tree in self._after for text in _texts(tree)}
-        self.choices = holes - {"", "inside"} - {_hole(text) for text in _texts(self._before)}
+        self.choices = holes - {""} - {_hole(text) for text in _texts(self._before)}
         self.root = (ast.stmt if self.are_statements else ast.expr) if anything else type(first)
 
     def changes(self, site: Site) -> Iterator[tuple[Sequence[ast.AST], str]]:
@@ -69,24 +66,19 @@ class Pattern:
             replaced = nodes[: len(nodes) - len(found.get("rest", ()))]
             for after in self._after:
                 for chosen in self._chosen(site, after, found):
-                    new = _filled([*after], {**found, **chosen}, site)
+                    new = _filled([*after], {**found, **chosen})
                     yield replaced, "\n".join(map(ast.unparse, new))
 
     def _chosen(
         self, site: Site, after: Sequence[ast.AST], found: Found
     ) -> Iterator[dict[str, Any]]:
         """Each way to fill the holes that only the replacement has."""
-        texts: dict[str, Iterable[str]] = {}
-        nodes = [node for tree in after for node in ast.walk(tree)]
-        for call in (node for node in nodes if isinstance(node, ast.Call)):
-            if name := _takes_arguments(call):
-                given = (ast.unparse(_filled(one, found, site)) for one in call.args)
-                texts[name] = dict.fromkeys(CHOICES[name](site, found, *given))
-        for name in sorted(self.choices.intersection(map(_hole, _texts(after))) - texts.keys()):
-            texts[name] = dict.fromkeys(CHOICES[name](site, found))
+        names = sorted(self.choices.intersection(map(_hole, _texts(after))))
+        texts = {name: dict.fromkeys(CHOICES[name](site, found)) for name in names}
         for chosen in product(*texts.values()):
             with suppress(SyntaxError):  # such as a text with quotes, put into an f-string
-                yield dict(zip(texts, map(_parsed, chosen), strict=True))
+                expressions = [ast.parse(text, mode="eval").body for text in chosen]
+                yield dict(zip(texts, expressions, strict=True))
 
 
 def _texts(trees: Sequence[ast.AST]) -> Iterator[object]:
@@ -126,11 +118,6 @@ def _matches(site: Site, pattern: Any, node: Any, found: Found) -> Iterator[Foun
             yield from _bound(site, hole, node, found)
         case ast.Name() | str() if hole := _hole(pattern):
             yield from _bound(site, hole, node, found)
-        case ast.Call(func=ast.Name(id="__inside"), args=[inner]):
-            for part in ast.walk(node):
-                if isinstance(part, ast.expr):
-                    for one in _matches(site, inner, part, found):
-                        yield {**one, "inside": (node, part)}
         case list() if isinstance(node, list):
             yield from _sequence(site, pattern, node, found)
         case ast.AST() if type(pattern) is type(node):
@@ -176,7 +163,7 @@ def _bound(site: Site, hole: str, node: Any, found: Found) -> Iterator[Found]:
         if ast.unparse(found[hole]) == ast.unparse(node):  # one may be stored, the other read
             yield found
         return
-    test = KINDS.get(hole.rstrip("0123456789"))
+    test = KINDS.get(hole)
     if test is None or test(site, node, found):
         yield {**found, hole: node}
 
@@ -190,44 +177,26 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _takes_arguments(call: ast.Call) -> str:
-    """The name of the choice that is called here with arguments of its own, or ""."""
-    name = _hole(call.func)
-    return name if name in CHOICES and len(signature(CHOICES[name]).parameters) > 2 else ""
-
-
-def _parsed(text: str) -> Any:
-    """An expression, or a list of keywords."""
-    call = ast.parse(f"f({text})", mode="eval").body
-    assert isinstance(call, ast.Call)
-    return call.keywords or call.args[0]
-
-
-def _filled(template: Any, found: Found, site: Site) -> Any:
+def _filled(template: Any, found: Found) -> Any:
     """A template with what was found in its holes."""
     match template:
         case list():
-            return [part for one in template for part in _parts(one, found, site)]
+            return [part for one in template for part in _parts(one, found)]
         case str() if hole := _hole(template):
             return found[hole] if isinstance(found[hole], str) else ast.unparse(found[hole])
         case ast.Name() if hole := _hole(template):
             return ast.Name(found[hole]) if isinstance(found[hole], str) else found[hole]
-        case ast.Call(func=ast.Name(id="__inside"), args=[inner]):
-            whole, part = found["inside"]
-            return site.source.replaced([part], [_filled(inner, found, site)], whole)
-        case ast.Call() if name := _takes_arguments(template):
-            return found[name]
         case ast.AST():
             fields = ast.iter_fields(template)
-            filled = type(template)(**{name: _filled(one, found, site) for name, one in fields})
+            filled = type(template)(**{name: _filled(one, found) for name, one in fields})
             return ast.copy_location(filled, template)
     return template
 
 
-def _parts(template: Any, found: Found, site: Site) -> list[Any]:
+def _parts(template: Any, found: Found) -> list[Any]:
     if hole := _hole_of_many(template):
         return list(found[hole])
     statement = found.get(_hole(getattr(template, "value", None)))
     if isinstance(template, ast.Expr) and isinstance(statement, ast.stmt):
         return [statement]
-    return [_filled(template, found, site)]
+    return [_filled(template, found)]

@@ -15,8 +15,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Values = Mapping[int, Mapping[str, str]]
 """The first line of a function, a name, and a text that describes its value, such as "int"."""
 
-COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"}
-
 # Attributes of tensors, modules and ranks that are no tensors.
 NUMBERS = {
     *("shape", "dtype", "device", "ndim", "training", "requires_grad", "is_sparse"),
@@ -134,19 +132,6 @@ class SourceFile:
         """A name for what ``self`` is at a node."""
         around = self.nearest(node, ast.ClassDef)
         return f"{around.name if around else ''}.self"
-
-    @cached_property
-    def functions(self) -> dict[str, ast.FunctionDef]:
-        """All functions and methods of the file by their names."""
-        return {one.name: one for one in ast.walk(self.tree) if isinstance(one, ast.FunctionDef)}
-
-    @cached_property
-    def reducers(self) -> frozenset[str]:
-        """The functions that call a collective, or one that does, and return something."""
-        returning = {n: one for n, one in self.functions.items() if returns_something(one)}
-        found = {name for name, one in returning.items() if calls_in(one) & COLLECTIVES}
-        found |= {n for n, one in returning.items() if len(one.body) == 1 and calls_in(one) & found}
-        return frozenset(found - {"forward", "__call__", "backward", "step", "__init__"})
 
     def functions_of_one(self, node: ast.AST) -> list[str]:
         """The functions of the file that can be called at a node with one argument.
@@ -375,15 +360,6 @@ class Site:
         """
         called = self.source.imported_as("torch.distributed.get_world_size")
         return f"{called}()" if called else self._of_rank("world_size")
-
-    @property
-    def rank(self) -> str | None:
-        """How the number of this rank can be written here; 0 where one process is the big batch."""
-        if (own := self._of_rank("rank")) is not None:
-            return own
-        called = self.source.imported_as("torch.distributed.get_rank")
-        ask = self.source.imported_as("torch.distributed.is_initialized")
-        return f"({called}() if {ask}() else 0)" if called and ask else None
 
     def _of_rank(self, number: str) -> str | None:
         attributes = self.source.attributes
