@@ -3,7 +3,7 @@
     python benchmarks/scoreboard.py [--set NAME ...] [--part 1/4] [--trials SECONDS]
                                     [--steps] [--json PATH]
 
-``known``: the steps of tests/faulty_steps, for some of which rules were written. Every folder of
+``known``: the steps of benchmarks/steps/known, with which rules were made. Every folder of
 benchmarks/unseen_steps is a set by authors who had seen neither rules nor causes nor known steps.
 It is there to be counted: who writes rules does not read its steps. Without ``--set``, all unseen
 sets run.
@@ -11,15 +11,14 @@ sets run.
 For each set the command prints how many steps were different, how many of these have a cause, for
 how many the report shows the faulty line (or one at most two lines away), for how many it does so
 after trials of edits (``--trials``: for how long; they are made where no cause is known), how many
-of the mended steps are the same, and the median time of a check. Of a set whose keys have causes it
-says how many names are not those. ``--steps`` prints a line for each step, without its source.
-Below stands how much code the package has.
+of the mended steps are the same, how many reports fit on one screen, and the median time of a
+check. Of a set whose keys have causes it says how many names are not those. ``--steps`` prints a
+line for each step, without its source. Below stands how much code the package has.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -37,17 +36,20 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks.programs.__main__ import a_part  # noqa: E402
-from ddp_equivalence import Verdict, check  # noqa: E402
-from ddp_equivalence.case import settings  # noqa: E402
+from benchmarks.steps.keys import (  # noqa: E402
+    KNOWN,
+    UNSEEN,
+    fits_on_a_screen,
+    is_shown,
+    keys_of,
+    mended,
+    verdict_of,
+)
 from ddp_equivalence.diagnosis.repairs import find_repairs  # noqa: E402
-from tests.faulty_steps.keys import HERE, STEPS, is_shown, keys_of  # noqa: E402
-
-UNSEEN = ROOT / "benchmarks" / "unseen_steps"
-DEADLINE = 240.0
 
 find_repairs.TIMES_IN_A_PROCESS = float("inf")  # every step gets its trials, in one process
 HEADINGS = (
-    "set          steps  different  cause  otherwise  shown  with edits  mended same  seconds"
+    "set          steps  different  cause  otherwise  shown  with edits  mended same  fit  seconds"
 )
 
 
@@ -55,7 +57,8 @@ HEADINGS = (
 class Score:
     """Of one step. ``cause``: the name that was given; ``named_otherwise``: the key has another.
     ``shown``: the report shows the faulty line; ``shown_with_edits``: after trials of edits, None
-    if none were made. ``mended``: the outcome of the step with its fault mended.
+    if none were made. ``mended``: the outcome of the step with its fault mended. ``fits``: its
+    report is on one screen.
     """
 
     step: str
@@ -65,38 +68,20 @@ class Score:
     shown: bool
     shown_with_edits: bool | None
     mended: str
+    fits: bool
     seconds: float
 
 
 def sets() -> dict[str, tuple[Path, list[dict[str, Any]]]]:
     """Name -> the folder of the steps, and what is wrong with each."""
-    found = {"known": (STEPS, keys_of(HERE / "keys.toml"))}
-    for folder in sorted(UNSEEN.glob("*/keys.toml")):
-        found[folder.parent.name] = (folder.parent, keys_of(folder))
-    return found
-
-
-def verdict_of(path: Path, trials: float) -> Verdict:
-    """The verdict on the step of a file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-        with settings.using(settings.replaced(trial_seconds=trials, deadline=DEADLINE)):
-            verdict = check(module.case, module.step)
-            str(verdict)  # a report is made while the module is there
-        return verdict
-    finally:
-        del sys.modules[path.stem]
+    folders = [KNOWN, *sorted(file.parent for file in UNSEEN.glob("*/keys.toml"))]
+    return {folder.name: (folder, keys_of(folder)) for folder in folders}
 
 
 def score(folder: Path, key: dict[str, Any], trials: float) -> Score:
     """Check one step as it is, with trials of edits, and mended."""
     started = time.perf_counter()
-    verdict = verdict_of(folder / key["file"], 0.0)
+    verdict = verdict_of(folder / key["file"])
     seconds = time.perf_counter() - started
     shown = is_shown(key, str(verdict), folder)
     with_edits: bool | None = None
@@ -105,15 +90,14 @@ def score(folder: Path, key: dict[str, Any], trials: float) -> Score:
         if verdict.outcome == "different" and verdict.cause is None:
             with_edits = is_shown(key, str(verdict_of(folder / key["file"], trials)), folder)
     with tempfile.TemporaryDirectory() as scratch:
-        mended = Path(scratch) / f"mended_{key['file']}"
-        text = (folder / key["file"]).read_text("utf-8")
-        assert text.count(key["find"].strip("\n")) == 1, f"{key['file']}: its key does not fit"
-        mended.write_text(text.replace(key["find"].strip("\n"), key["replace"].strip("\n")))
-        after = verdict_of(mended, 0.0).outcome
+        path = Path(scratch) / f"mended_{key['file']}"
+        path.write_text(mended(key, folder))
+        after = verdict_of(path).outcome
     cause = verdict.cause or ""
     otherwise = "cause" in key and cause != key["cause"]
     step = Path(key["file"]).stem
-    return Score(step, verdict.outcome, cause, otherwise, shown, with_edits, after, seconds)
+    fits = fits_on_a_screen(str(verdict))
+    return Score(step, verdict.outcome, cause, otherwise, shown, with_edits, after, fits, seconds)
 
 
 def line_of(name: str, scores: list[Score]) -> str:
@@ -126,11 +110,13 @@ def line_of(name: str, scores: list[Score]) -> str:
         count["shown"] += one.shown
         count["edits"] += bool(one.shown_with_edits)
         count["mended"] += one.mended == "same"
+        count["fit"] += one.fits
     edits = "-" if scores[0].shown_with_edits is None else str(count["edits"])
     seconds = statistics.median(one.seconds for one in scores)
     return (
         f"{name:<12}{len(scores):>6}{count['different']:>11}{count['cause']:>7}"
-        f"{count['otherwise']:>11}{count['shown']:>7}{edits:>12}{count['mended']:>13}{seconds:>9.1f}"
+        f"{count['otherwise']:>11}{count['shown']:>7}{edits:>12}{count['mended']:>13}{count['fit']:>5}"
+        f"{seconds:>9.1f}"
     )
 
 
@@ -146,7 +132,9 @@ def lines_of_code() -> str:
 
 
 def main() -> int:
-    """Print the table; return 1 if a faulty step is the same, or a mended one different."""
+    """Print the table; return 1 if a faulty step is the same, a mended one different, or a report
+    too long.
+    """
     known = sets()
     parser = argparse.ArgumentParser(
         prog="python benchmarks/scoreboard.py",
@@ -173,7 +161,9 @@ def main() -> int:
                 print(f"  {asdict(scores[-1])}", flush=True)
         print(line_of(name, scores), flush=True)
         every[name] = [asdict(one) for one in scores]
-        wrong += sum(one.outcome == "same" or one.mended == "different" for one in scores)
+        wrong += sum(
+            one.outcome == "same" or one.mended == "different" or not one.fits for one in scores
+        )
     print(lines_of_code())
     if arguments.json:
         arguments.json.write_text(json.dumps(every, indent=1))

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # CPU lane: set up .venv, then run lint, types and tests on gloo.
-#   ci/cpu.sh             the tests of every change: of long files every n-th test (tests/conftest.py)
-#   ci/cpu.sh --thorough  all tests; they take more than half an hour on two cores
+#   ci/cpu.sh             the tests of every change (tests/conftest.py)
+#   ci/cpu.sh --thorough  all tests
 # Further arguments go to pytest. It runs with two xdist workers: one judges while the ranks of the
 # other wait for each other. WORKERS=0 turns xdist off. When a test has run for 600 s, pytest prints
 # what every thread was doing and ends the worker; that test fails, and the others go on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tests=(-m "not thorough")
+tests=(--ddp-pairwise)
 if [[ "${1:-}" == --thorough ]]; then
     tests=()
     shift

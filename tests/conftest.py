@@ -1,8 +1,9 @@
 """Which tests run in every change, and which only in the thorough run.
 
-All tests together take more than half an hour on two cores. Of the files that take longest,
-``ci/cpu.sh`` runs every n-th test, in the order of their names, and ``ci/cpu.sh --thorough`` runs
-all. The part is the same in every run.
+``ci/cpu.sh`` runs with ``--ddp-pairwise``, as ``ddp-equivalence run`` does: of the catalogue and
+the planted faults it chooses few tests that have every pair of values. Of the files below it runs
+every n-th test, in the order of their names. ``ci/cpu.sh --thorough`` runs all tests. The part is
+the same in every run.
 """
 
 from __future__ import annotations
@@ -15,15 +16,9 @@ import pytest
 HERE = Path(__file__).parent
 
 ONE_OF = {
-    "claims": 4,
     "diagnosis": 6,
     "diagnosis/names/test_claims.py": 48,
-    "difference": 16,
-    "equivalence": 8,
-    "examples": 3,
-    "faulty_steps": 6,
-    "faulty_steps/test_keys.py": 48,
-    "faulty_steps/test_reports.py": 24,
+    "diagnosis/test_planted_faults.py": 1,
     "gpu_rehearsal": 12,
     "package": 4,
     "package/diagnosis": 8,
@@ -40,7 +35,7 @@ The longest name counts. A file that is not named runs whole."""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     by_file = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.path.is_relative_to(HERE):
@@ -50,6 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(sorted(of_file, key=lambda one: one.nodeid)):
             if number % n:
                 item.add_marker(pytest.mark.thorough)
+    if config.getoption("--ddp-pairwise"):
+        left_out = [item for item in items if item.get_closest_marker("thorough") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
 
 
 def one_of(file: str) -> int:

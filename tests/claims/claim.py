@@ -4,7 +4,7 @@ The first paragraph of the test's docstring is what people say, and the second i
 are on the page. What follows explains the figures. The test adds these to ``table``, which is
 written to figures.md, and asserts them. ``fails_when`` changes one rule that the answer
 rests on; ``test_every_claim_can_fail.py`` checks that the claim fails then. ``sources.py`` says
-where people say it, and ``test_conditions.py`` attacks the condition with random set-ups.
+where people say it.
 
     @claim("false", divide_by=2, fails_when=Change("gradients are only added", divide_by=1))
     def test_ddp_averages(table: Table, divide_by: int) -> None:

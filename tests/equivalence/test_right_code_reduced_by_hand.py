@@ -134,18 +134,15 @@ BY_HAND: tuple[Step, ...] = (
 )
 
 
-@pytest.mark.parametrize("layout", ["2x2", "1+2"])
 @pytest.mark.parametrize("step", BY_HAND, ids=name)
-def test_a_right_step_is_the_big_batch_in_float64(step: Step, layout: str) -> None:
-    assert_equivalent(regression(layout), step)
+def test_a_right_step_is_the_big_batch_in_float64(step: Step) -> None:
+    assert_equivalent(regression("2x2"), step)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("step", BY_HAND, ids=name)
-def test_rounding_in_another_order_is_no_fault(step: Step, dtype: torch.dtype) -> None:
-    assert_equivalent(regression("1+2", dtype=dtype), step)
+def test_rounding_in_another_order_is_no_fault(step: Step) -> None:
+    assert_equivalent(regression("1+2", dtype=torch.bfloat16), step)
 
 
-@pytest.mark.parametrize("layout", ["2x2", "1+2"])
-def test_a_sum_handed_on_from_rank_to_rank_is_the_big_batch(layout: str) -> None:
-    assert_equivalent(regression(layout), averaged_around_a_ring, backend="gloo")
+def test_a_sum_handed_on_from_rank_to_rank_is_the_big_batch() -> None:
+    assert_equivalent(regression("1+2"), averaged_around_a_ring, backend="gloo")

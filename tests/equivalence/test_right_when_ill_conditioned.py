@@ -24,8 +24,11 @@ from tests.equivalence.small_regression import (
 )
 from tests.equivalence.unusual_models import KeysOfAttention, dropout_in_eval
 
-LAYOUTS = ("2x2", "1+2")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+every_way = pytest.mark.parametrize(
+    ("step", "layout"), [(ddp, "1+2"), (by_hand, "2x2")], ids=["ddp", "by hand"]
+)
 
 
 def scaled(factor: float) -> Model:
@@ -61,9 +64,8 @@ def nearly_singular() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_way
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("step", [ddp, by_hand])
 @pytest.mark.parametrize(
     "model",
     [scaled(1e3), scaled(1e-3), twenty_layers, nearly_singular, KeysOfAttention],
@@ -76,11 +78,11 @@ def test_an_ill_conditioned_model_is_no_fault(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("step", [ddp, by_hand])
+@every_way
 def test_a_small_gradient_beside_large_ones_is_judged_by_its_own_rounding(
-    step: Any, dtype: torch.dtype
+    step: Any, layout: str, dtype: torch.dtype
 ) -> None:
-    assert_equivalent(regression("1+2", twenty_layers_with_biases, dtype=dtype), step)
+    assert_equivalent(regression(layout, twenty_layers_with_biases, dtype=dtype), step)
 
 
 def with_kinks(model: nn.Module, batch: Batch) -> Tensor:
@@ -121,8 +123,7 @@ def over_decades(decades: float) -> Callable[[torch.Generator], Batch]:
     return batch
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("step", [ddp, by_hand])
+@every_way
 @pytest.mark.parametrize(("dtype", "decades"), [(torch.float64, 40), (torch.float32, 30)])
 def test_sums_over_many_decades_are_no_fault(
     dtype: torch.dtype, decades: float, step: Any, layout: str
@@ -159,8 +160,7 @@ def nearly_trained(distance: float) -> tuple[Model, Callable[[torch.Generator], 
     return model, batch
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("step", [ddp, by_hand])
+@every_way
 @pytest.mark.parametrize(
     ("dtype", "distance"), [(torch.float64, 1e-3), (torch.float64, 1e-7), (torch.float32, 1e-3)]
 )

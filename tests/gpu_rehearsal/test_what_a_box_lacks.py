@@ -128,7 +128,7 @@ def test_one_line_says_what_a_lane_lacks_that_must_run() -> None:
 def test_eight_gpus_are_all_used_and_all_that_torch_can_do_runs(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     lanes = (*LANES, f"--ddp-json={results}")
-    scaler = "rounding and scaled_and_unscaled and bfloat16"
+    scaler = "rounding and scaled_and_unscaled"
     rehearsed = suite(8, "1x8", scaler, PLANTED, lanes=lanes)
     assert rehearsed.returncode == 0, rehearsed.output
     content = json.loads(results.read_text())

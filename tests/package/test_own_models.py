@@ -55,8 +55,8 @@ class BeforeNorm(nn.Module):
         return F.layer_norm(self.linear(rows) * self.scale, (3,), eps=0.0)
 
 
-SEEDS = range(20)
-WELL_ROUNDED = (3, 4, 5, 8, 11, 12, 14, 16)
+SEEDS = range(6)
+WELL_ROUNDED = (3, 4, 5)
 """With these seeds every limit in bfloat16 is less than half of one that would be useless."""
 
 

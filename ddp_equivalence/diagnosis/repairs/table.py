@@ -1,10 +1,10 @@
 """The table of small edits that may repair a step: mistakes, each with patterns of code.
 
 The mistakes whose edits repair most steps for each edit that is tried come first. The order was
-found on 200 faulty steps whose faulty line is known (``tests/faulty_steps``): the number of steps
-that a mistake's edits repair at this line, divided by the number of edits that they have on all
-lines of a step. ``patterns.py`` says how patterns are written, and ``holes.py`` what their holes
-take.
+found on 200 faulty steps whose faulty line is known (``benchmarks/steps/known``): the number of
+steps that a mistake's edits repair at this line, divided by the number of edits that they have on
+all lines of a step. ``patterns.py`` says how patterns are written, and ``holes.py`` what their
+holes take.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Mistake:
     ``said``: what an edit does, where that is easier said than shown.
     ``is_broad``: True if its edits often repair a step at another line than the faulty one: what
     leaves out the part that has the fault, or scales it away, is right as well. Of the steps s161
-    to s200 in tests/faulty_steps, such edits repaired 8 at the faulty line and 22 elsewhere, all
-    others 30 and 12 (each mistake counted once a step; a record of 2026-11-23).
+    to s200 in benchmarks/steps/known, such edits repaired 8 at the faulty line and 22 elsewhere,
+    all others 30 and 12 (each mistake counted once a step; a record of 2026-11-23).
     """
 
     why: str

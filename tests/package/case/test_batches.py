@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +41,11 @@ from tests.package.case.batches import (
 from tests.package.own_cases import loss, make_batch, own_case, right_step
 
 OPTIONS: list[dict[str, Any]] = [{}, {"steps": 2}, {"compare": "update", "steps": 2, "lr": 0.05}]
+
+
+def in_turn(names: Any) -> Any:
+    """Each name with the next of the options."""
+    return pytest.mark.parametrize(("name", "options"), list(zip(names, cycle(OPTIONS))), ids=str)
 
 
 def step_of(case: Case, options: dict[str, Any], factor: float = 1.0) -> Any:
@@ -79,10 +85,9 @@ def assert_judged_right(case: Case, options: dict[str, Any]) -> None:
     assert " is not big_batch" in wrong.full_report()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["one step", "two steps", "update"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_containers_of_every_kind_are_seen_into(kind: str, options: dict[str, Any]) -> None:
-    assert_judged_right(own_case(batch=BatchOfKind(kind), loss=loss_of_any_kind), options)
+@in_turn(KINDS)
+def test_containers_of_every_kind_are_seen_into(name: str, options: dict[str, Any]) -> None:
+    assert_judged_right(own_case(batch=BatchOfKind(name), loss=loss_of_any_kind), options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,8 +136,7 @@ DEALT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["one step", "two steps", "update"])
-@pytest.mark.parametrize("name", DEALT)
+@in_turn(DEALT)
 def test_what_the_case_says_of_its_leaves_is_done(name: str, options: dict[str, Any]) -> None:
     assert_judged_right(own_case(**DEALT[name]), options)
 
@@ -184,16 +188,13 @@ def loss_of_pairs(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(torch.stack(rows)), torch.stack(targets))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["one step", "two steps", "update"])
 @pytest.mark.parametrize(
     "changes",
     [{"batch_dims": deal, "examples": N}, {"batch_dims": {"": 0}}],
     ids=["a function", "a list"],
 )
-def test_a_batch_may_be_a_list_of_examples(
-    changes: dict[str, Any], options: dict[str, Any]
-) -> None:
-    assert_judged_right(own_case(batch=list_of_pairs, loss=loss_of_pairs, **changes), options)
+def test_a_batch_may_be_a_list_of_examples(changes: dict[str, Any]) -> None:
+    assert_judged_right(own_case(batch=list_of_pairs, loss=loss_of_pairs, **changes), OPTIONS[-1])
 
 
 def in_a_type_of_its_own(generator: torch.Generator) -> Any:
@@ -217,10 +218,9 @@ def test_a_function_deals_what_nobody_can_see_into() -> None:
     assert_judged_right(replace(case, batch_dims=deal_a_pair, examples=N), {})
 
 
-@pytest.mark.parametrize("subset", [6, (11, 0, 4, 7)])
 @pytest.mark.parametrize("name", DEALT)
-def test_some_examples_of_the_batch_are_taken_in_the_same_way(name: str, subset: Any) -> None:
-    case = with_examples(own_case(**DEALT[name]), subset)
+def test_some_examples_of_the_batch_are_taken_in_the_same_way(name: str) -> None:
+    case = with_examples(own_case(**DEALT[name]), (11, 0, 4, 7))
     verdict = check(case, step_of(case, {}))
     assert verdict.outcome == "same", verdict
 

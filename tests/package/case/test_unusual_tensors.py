@@ -134,11 +134,9 @@ def own_rows(batch: Any, rank: Rank) -> Any:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_a_right_step_is_the_same_and_a_wrong_one_differs(
-    name: str, dtype: torch.dtype | None
-) -> None:
+def test_a_right_step_is_the_same_and_a_wrong_one_differs(name: str, dtype: torch.dtype) -> None:
     batch, loss_of_it = UNUSUAL[name]
     if name == "complex" and dtype is torch.bfloat16:
         loss_of_it = loss_of_complex_in_the_models_dtype
@@ -157,11 +155,10 @@ def loss_of_complex_in_the_models_dtype(model: nn.Module, batch: Any) -> Tensor:
     return loss(model, batch | {"rows": (rows.real + rows.imag).to(batch["targets"].dtype)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, None])
 @pytest.mark.parametrize("name", [one for one in UNUSUAL if one != "sparse"])
-def test_a_step_may_take_its_own_examples_of_them(name: str, dtype: torch.dtype | None) -> None:
+def test_a_step_may_take_its_own_examples_of_them(name: str) -> None:
     batch, loss_of_it = UNUSUAL[name]
-    case = own_case(batch=batch, loss=loss_of_it, shards="own", dtype=dtype)
+    case = own_case(batch=batch, loss=loss_of_it, shards="own", dtype=None)
     verdict = check(case, step_of(case, 1.0))
     assert verdict.outcome == "same", verdict
 

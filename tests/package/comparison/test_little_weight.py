@@ -73,8 +73,12 @@ def step_with(weight: float, change: Change = torch.clone) -> Any:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("weight", [3e-3, 1e-3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weight"),
+    # Where the exponent has room, the weight does not matter.
+    [(torch.float64, 1e-7), (torch.bfloat16, 1e-7), (torch.float16, 1e-3)],
+    ids=str,
+)
 def test_a_wrong_gradient_of_a_head_with_little_weight_is_different(
     dtype: torch.dtype, weight: float, change: str
 ) -> None:
@@ -85,20 +89,9 @@ def test_a_wrong_gradient_of_a_head_with_little_weight_is_different(
     assert names == {"small_head.weight", "small_head.bias"}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("weight", [1e-7])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_where_the_exponent_has_room_the_weight_does_not_matter(
-    dtype: torch.dtype, weight: float, change: str
-) -> None:
-    verdict = check(case_with(weight, dtype), step_with(weight, CHANGES[change]))
-    assert verdict.outcome == "different", verdict
-
-
-@pytest.mark.parametrize("weight", [3e-3, 1e-7])
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_the_right_gradient_of_such_a_head_is_the_same(dtype: torch.dtype, weight: float) -> None:
-    assert_equivalent(case_with(weight, dtype), step_with(weight))
+def test_the_right_gradient_of_such_a_head_is_the_same(dtype: torch.dtype) -> None:
+    assert_equivalent(case_with(1e-7, dtype), step_with(1e-7))
 
 
 def test_a_gradient_that_float16_cannot_hold_is_unknown_by_name() -> None:

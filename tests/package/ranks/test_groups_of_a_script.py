@@ -66,7 +66,7 @@ def test_groups_that_the_step_makes_end_with_its_group() -> None:
         pair = dist.new_group([0, 1])
         ddp = DistributedDataParallel(model, process_group=pair)
         loss(ddp, shard).backward()
-        del ddp  # before its group: see tests/known_defects/wrapper_outlives_group.py
+        del ddp  # before its group: see wrapper_outlives_group in docs/known_defects.md
         dist.destroy_process_group()
         assert pair not in dist.distributed_c10d._world.pg_map
 

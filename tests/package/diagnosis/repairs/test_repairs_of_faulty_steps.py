@@ -7,13 +7,11 @@ ways to write the same, such as the world size from another place.
 from __future__ import annotations
 
 import statistics
-import tomllib
-from pathlib import Path
 
+from benchmarks.steps.keys import KNOWN, keys_of, mended
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
 from tests.package.diagnosis.repairs.edited import applied, written
 
-HERE = Path(__file__).parents[3] / "faulty_steps"
 REPAIRED = 85
 """So many steps are written as in the key with one of the edits, at least."""
 
@@ -24,12 +22,12 @@ MOST_AT_THE_90TH_PERCENTILE = 34
 
 def test_many_faulty_lines_are_repaired_and_have_few_edits() -> None:
     repaired, numbers = 0, []
-    for key in tomllib.loads((HERE / "keys.toml").read_text("utf-8"))["step"]:
-        text = (HERE / "steps" / key["file"]).read_text("utf-8")
+    for key in keys_of(KNOWN):
+        text = (KNOWN / key["file"]).read_text("utf-8")
         faulty = [key["line"], *key.get("also", [])]
         lines = {i for i, line in enumerate(text.splitlines(), 1) if line.strip() in faulty}
         edits = edits_of(key["file"], text, lines)
-        right = written(text.replace(key["find"], key["replace"]))
+        right = written(mended(key, KNOWN))
         repaired += any(applied(edit, text) == right for edit in edits)
         numbers += [sum(edit.line == line for edit in edits) for line in lines]
     assert repaired >= REPAIRED

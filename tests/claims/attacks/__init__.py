@@ -1,1 +1,0 @@
-"""Attacks on the conditions of the claims, by what they simulate."""

@@ -1,0 +1,123 @@
+"""Reports on faulty steps fit on a screen, name no other cause, and show the faulty line.
+
+A dozen of the 240 steps of benchmarks/steps/known are held here, with their whole reports and
+without trials of edits: one of each kind of report. ``python benchmarks/scoreboard.py --set known``
+judges all. Write the reports anew with UPDATE_GOLDEN=1 in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.steps.keys import (
+    KNOWN,
+    fits_on_a_screen,
+    is_shown,
+    keys_of,
+    lines_near,
+    mended,
+    verdict_of,
+)
+from tests.package.report.golden_files import stable, with_last_digits_of
+
+pytestmark = pytest.mark.self_check
+
+KEYS = {Path(key["file"]).stem: key for key in keys_of(KNOWN)}
+
+REPORTS = Path(__file__).parent / "reports"
+
+WRITTEN_WITH = "2.13."
+"""The reports name operations of torch, which other versions of torch may split otherwise. Under
+these only the first line of each report is held, beside its cause and the lines that it shows.
+"""
+
+OTHER_LINES = {"s64_two_level_mesh", "s163_click_prediction"}
+"""The steps whose report shows other lines than the faulty one if no edits are tried."""
+
+GOLDEN = (
+    "s01_flat_buffer_trainer",  # a line makes other numbers of the gradients
+    "s02_bucketed_reducer",  # parameter_not_reduced
+    "s17_embeddings_outside_ddp",
+    "s39_moving_average",  # a gradient is missing
+    "s61_language_adapters",  # on some ranks
+    "s64_two_level_mesh",  # reduced in groups
+    "s112_gradient_statistics",
+    "s136_two_optimizers",  # right gradients are changed afterwards
+    "s148_instruction_tuning",  # backward drops a gradient
+    "s163_click_prediction",  # the mean of right parts is not the big batch
+    "s186_normalised_together",  # the output of a module differs
+    "s193_adapters_recomputed",  # a module runs without gradients
+)
+
+FOUND_BY_EDITS = ("s149_group_relative_policy", "s196_one_message", "s220_heat_equation")
+"""Steps whose edits are found in a few seconds."""
+
+
+def test_every_step_has_a_key_that_points_to_one_place() -> None:
+    assert {path.stem for path in KNOWN.glob("*.py")} == set(KEYS)
+    for key in KEYS.values():
+        assert mended(key, KNOWN)
+        lines = [line.strip() for line in (KNOWN / key["file"]).read_text("utf-8").splitlines()]
+        assert [
+            line for line in (key["line"], *key.get("also", [])) if lines.count(line) != 1
+        ] == []
+
+
+@pytest.mark.parametrize("stem", GOLDEN)
+def test_the_report_names_the_cause_and_shows_the_line_on_one_screen(stem: str) -> None:
+    key = KEYS[stem]
+    verdict = verdict_of(KNOWN / key["file"])
+    assert verdict.outcome == "different"
+    assert fits_on_a_screen(str(verdict))
+    # Torch prints a warning once in a process, so what ranks print depends on the checks before.
+    text = stable(_without_repeating(str(replace(verdict, output={}))))
+    assert (verdict.cause or "") == key.get("cause", ""), text
+    assert is_shown(key, text, KNOWN) is (stem not in OTHER_LINES), text
+    if os.environ.get("UPDATE_GOLDEN"):
+        (REPORTS / f"{stem}.txt").write_text(text, "utf-8")
+    kept = _as_held((REPORTS / f"{stem}.txt").read_text("utf-8"))
+    assert with_last_digits_of(kept, _as_held(text)) == kept
+
+
+@pytest.mark.parametrize("stem", GOLDEN)
+def test_the_mended_step_is_the_same(stem: str, tmp_path: Path) -> None:
+    path = tmp_path / f"mended_{stem}.py"
+    path.write_text(mended(KEYS[stem], KNOWN), "utf-8")
+    verdict = verdict_of(path)
+    assert verdict.outcome == "same", str(verdict)
+
+
+def test_a_step_that_races_is_different_on_one_screen() -> None:
+    verdict = verdict_of(KNOWN / "s79_overlapped_lm.py")  # what it leaves is not twice the same
+    assert verdict.outcome == "different"
+    assert fits_on_a_screen(str(verdict))
+
+
+@pytest.mark.parametrize("stem", FOUND_BY_EDITS)
+def test_an_edit_of_the_faulty_line_is_found(stem: str) -> None:
+    key: dict[str, Any] = KEYS[stem]
+    verdict = verdict_of(KNOWN / key["file"], trials=60)
+    assert verdict.outcome == "different"
+    assert verdict.repairs.shows_the_fault, str(verdict)
+    first = verdict.repairs.found[0]
+    assert first.line.number in lines_near(key, KNOWN), str(verdict)
+    text = str(verdict)
+    assert fits_on_a_screen(text)
+    assert f":{first.line.number}  " in text
+    assert "tried: all gradients right" in text
+
+
+def _as_held(report: str) -> str:
+    return report if torch.__version__.startswith(WRITTEN_WITH) else report.splitlines()[0]
+
+
+def _without_repeating(report: str) -> str:
+    """The report without the command that repeats the test, which stands on one line or two."""
+    return re.sub(r"(?m)^  Again: .*\n(  More: .*\n)?", "", report)
