@@ -602,49 +602,24 @@ class Operations:
     complete: bool
 
 
-# Values that a watched step had on its way: outputs of modules, and gradients after each change.
+# What a watched step had on its way: the modules that it called, and gradients after each change.
 #
-# Only samples are kept, as bytes, so that they may travel by the hundred to the judging process.
-
-MOST_OF_A_TENSOR = 64
-"""So many elements of a module's input or output are kept, at equal distances."""
-
-
-@dataclass(frozen=True)
-class TensorSample:
-    """Some elements of a tensor. ``values``: as float64. ``dtype``: of the tensor itself."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    values: bytes
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSample:
-        """A sample of a plain tensor."""
-        kept = thinned(tensor.detach().reshape(-1), MOST_OF_A_TENSOR)
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), packed(kept))
+# Only samples of gradients are kept, as bytes, so that they may travel by the hundred to the
+# judging process.
 
 
 @dataclass(frozen=True)
 class ModuleCall:
     """One call of a module, outside of backward passes.
 
-    ``name``: "" for the model itself. ``kind``: its class. ``backwards``: how many calls of
-    backward had begun before. ``line``: the line that called it, of the user's code. ``given`` and
-    ``returned``: the first tensor of floating-point numbers in each; None if there is none.
-    ``order``: (when it began, when it ended), counted over all modules. ``training``: its mode.
+    ``name``: "" for the model itself. ``line``: the line that called it, of the user's code.
+    ``dtypes``: of the floating-point numbers that it was given and that it returned.
     ``with_gradients``: False if it was called where gradients are turned off.
     """
 
     name: str
-    kind: str
-    step: int
-    backwards: int
     line: CodeLine | None
-    given: TensorSample | None
-    returned: TensorSample | None
-    order: tuple[int, int]
-    training: bool
+    dtypes: tuple[str, ...]
     with_gradients: bool = True
 
 
@@ -662,7 +637,7 @@ class GradientState:
 
 @dataclass(frozen=True)
 class Trace:
-    """``module_calls`` in the order in which they ended, and ``states`` in their order.
+    """``module_calls`` and ``states`` in their order.
 
     ``each``: so many elements of each gradient are kept in a state, of those in the sample of the
     check. ``complete``: False if something was left out, since there was too much of it.

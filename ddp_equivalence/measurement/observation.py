@@ -22,11 +22,9 @@ from ddp_equivalence.measurement.calls import (
     CodeLine,
     Kind,
     ModuleCall,
-    TensorSample,
     Trace,
     line_at,
     lines_of,
-    plain,
 )
 from ddp_equivalence.measurement.draws import Draw, DrawWatch
 from ddp_equivalence.measurement.gradient_watch import (
@@ -319,7 +317,7 @@ class ModuleStates:
         self._record(frame, f"{attribute} = {value!r}", name)
 
 
-# Keeps samples of what each module of a model was given and returned in a watched step.
+# Notes which modules of a model a watched step called.
 
 MOST_CALLS = 2_000
 """Later calls are not recorded."""
@@ -333,16 +331,11 @@ class ModuleWatch:
     runs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        now: Callable[[], tuple[int, int, bool]],
-    ) -> None:
+    def __init__(self, model: nn.Module, now: Callable[[], tuple[int, int, bool]]) -> None:
         self.calls: list[ModuleCall] = []
         self.complete = True
         self._now = now
         self._modules = list(model.named_modules())
-        self._ticks = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -350,54 +343,30 @@ class ModuleWatch:
         self.complete &= len(self._modules) <= MOST_MODULES
         with ExitStack() as listening:
             for name, module in self._modules[:MOST_MODULES]:
-                listening.enter_context(heard(module, partial(self._on_call, name, module)))
+                listening.enter_context(heard(module, partial(self._on_call, name)))
             yield
 
-    def _on_call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> Heard:
-        step, backwards, in_backward = self._now()
+    def _on_call(self, name: str, arguments: tuple[Any, ...]) -> Heard:
+        _, _, in_backward = self._now()
         if in_backward:
             return None
-        with_gradients = torch.is_grad_enabled()
         if len(self.calls) >= MOST_CALLS:
             self.complete = False
             return None
-        given = _sample(arguments)
-        line = lines_of(sys._getframe(1))[1]
-        training = module.training
-        began = self._tick()
+        line, with_gradients = lines_of(sys._getframe(1))[1], torch.is_grad_enabled()
 
         def ended(result: object) -> None:
-            self.calls.append(
-                ModuleCall(
-                    name=name,
-                    kind=type(module).__name__,
-                    step=step,
-                    backwards=backwards,
-                    line=line,
-                    given=given,
-                    returned=_sample(result),
-                    order=(began, self._tick()),
-                    training=training,
-                    with_gradients=with_gradients,
-                )
-            )
+            dtypes = dict.fromkeys(_dtypes((arguments, result)))
+            self.calls.append(ModuleCall(name, line, tuple(dtypes), with_gradients))
 
         return ended
 
-    def _tick(self) -> int:
-        self._ticks += 1
-        return self._ticks
 
-
-def _sample(values: object) -> TensorSample | None:
-    """A sample of the first tensor of floating-point numbers; None if there is none."""
+def _dtypes(values: object) -> Iterator[str]:
+    """The types of all tensors of floating-point numbers."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            try:
-                return TensorSample.of(plain(leaf))
-            except Exception:  # its values are not known
-                return None
-    return None
+            yield str(leaf.dtype).removeprefix("torch.")
 
 
 # What is looked at with every line of the user's code, also inside a forward or backward pass.

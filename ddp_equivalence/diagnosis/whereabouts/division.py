@@ -1,8 +1,7 @@
-"""The big batch divides by another number than the losses of the ranks do."""
+"""Each pass computed a multiple of what its rows give: the multiples differ, or the big batch's."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,34 +9,39 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.examples_read import (
-    example_numbers,
-    read_by_several_ranks,
-    rows_read_unequally,
-)
-from ddp_equivalence.diagnosis.lines import of_data
-from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
-from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.setting import PointedLine, all_divisors
+from ddp_equivalence.diagnosis.setting import all_divisors
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import (
     at,
     line_of,
     lines_only_on,
     odd_ranks,
 )
-from ddp_equivalence.diagnosis.whereabouts.own_gradient import SAME_LOSS, Compared
+from ddp_equivalence.diagnosis.whereabouts.own_gradient import Compared
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, ranked
-from ddp_equivalence.measurement.calls import Call
-
-# The ranks' gradients and their reduction are right: the big batch divides otherwise.
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    BACKWARD_BEGINS,
+    Whereabouts,
+    distinct,
+    ranked,
+)
 
 SAME = 1e-3
 MOST_COUNTS = 8
 
 
-def right_weights(
+def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
+    """Each piece's gradient is ``factor`` times that of its rows, and they are averaged."""
+    known = _right_weights(pieces, compared)
+    factors = torch.tensor([one.factor or 0.0 for one in compared], dtype=torch.float64)
+    rows = torch.tensor([len(one.piece.rows or ()) for one in compared], dtype=torch.float64)
+    weighed_by_rows = known is None and bool(rows.all()) and _all_alike(factors / rows)
+    if not _all_alike(factors) and not weighed_by_rows:
+        return _other_factors(pieces, compared, factors)
+    return _other_divisor(pieces, compared, known)
+
+
+def _right_weights(
     pieces: Pieces, compared: Sequence[Compared]
 ) -> tuple[str, tuple[float, ...], float] | None:
     """What the big batch divides by: the unit, how much of it each piece has, and how much there
@@ -64,55 +68,37 @@ def right_weights(
     return None
 
 
-def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
-    """Each piece's gradient is ``factor`` times that of its rows, and they are averaged."""
-    known = right_weights(pieces, compared)
-    factors = torch.tensor([one.factor or 0.0 for one in compared], dtype=torch.float64)
-    rows = torch.tensor([len(one.piece.rows or ()) for one in compared], dtype=torch.float64)
-    weighed_by_rows = known is None and bool(rows.all()) and _all_alike(factors / rows)
-    if not _all_alike(factors) and not weighed_by_rows:
-        return _other_factors(pieces, compared, factors)
-    if known is None:
-        return _no_mean(pieces, compared)
-    return _other_divisor(pieces, compared, known)
-
-
 def _all_alike(values: Tensor) -> bool:
     return float(values.max() - values.min()) <= SAME * float(values.abs().max())
 
 
 def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor) -> Whereabouts:
     """The pieces' gradients are different multiples of what their rows give."""
+    world_size = pieces.view.world_size
     by_rank: dict[int, list[float]] = {}
     by_number: dict[int, list[float]] = {}
     for one, factor in zip(compared, factors.tolist(), strict=True):
         by_rank.setdefault(one.piece.rank, []).append(factor)
         by_number.setdefault(one.piece.number, []).append(factor)
-    headline = "the losses have different factors"
-    whole = "losses" if _begun_so(compared) else "gradients"
+    odd: tuple[int, ...] = ()
     if all(_all_alike(torch.tensor(one)) for one in by_rank.values()):
-        each = {rank: values[0] for rank, values in by_rank.items()}
-        odd = odd_ranks(each)
-        shown = _listed("rank", each)
+        odd = odd_ranks({rank: values[0] for rank, values in by_rank.items()})
+        shown = _listed("rank", {rank: values[0] for rank, values in by_rank.items()})
     elif all(_all_alike(torch.tensor(one)) for one in by_number.values()):
-        each = {number + 1: values[0] for number, values in by_number.items()}
-        odd, shown = (), _listed("backward pass", each)
+        shown = _listed("backward pass", {n + 1: values[0] for n, values in by_number.items()})
     else:
-        each = dict(enumerate(factors.tolist()))
-        odd, shown = (), "each another one"
-    ranks = odd or tuple(range(pieces.view.world_size))
-    if odd:
-        headline = f"{ranked(odd, pieces.view.world_size)}: the loss has another factor"
-    first = next(one for one in compared if one.piece.rank == ranks[0])
-    call = first.piece.call
-    sentence = f"These are the {whole}, in multiples of what their rows give: {shown}."
+        shown = "each another one"
+    ranks = odd or tuple(range(world_size))
+    call = next(one for one in compared if one.piece.rank == ranks[0]).piece.call
+    whole = "losses" if all(map(_begun_so, compared)) else "gradients"
     return Whereabouts(
         "own gradient",
-        headline,
-        sentence,
+        f"{ranked(odd, world_size)}: the loss has another factor"
+        if odd
+        else "the losses have different factors",
+        f"These are the {whole}, in multiples of what their rows give: {shown}.",
         distinct(
             [
-                *_lines_of_rows(pieces, compared),
                 *lines_only_on(pieces.view.observed.by_rank, odd),
                 at(call.made_at if call else None, "the loss", True),
                 at(line_of(call) if call else None, f"begins here: {shown}", True),
@@ -123,14 +109,10 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     )
 
 
-def _begun_so(compared: Sequence[Compared]) -> bool:
-    """True if the losses at which backward began show the same factors as the gradients."""
-    return all(
-        one.loss_factor is not None
-        and one.factor is not None
-        and abs(one.loss_factor - one.factor) <= SAME * abs(one.factor)
-        for one in compared
-    )
+def _begun_so(one: Compared) -> bool:
+    """True if the loss at which backward began shows the same factor as the gradient."""
+    factor, begun = one.factor or 0.0, one.loss_factor
+    return begun is not None and abs(begun - factor) <= SAME * abs(factor)
 
 
 def _listed(what: str, values: Mapping[int, float]) -> str:
@@ -140,86 +122,22 @@ def _listed(what: str, values: Mapping[int, float]) -> str:
     return shown + (", ..." if len(values) > MOST_COUNTS else "")
 
 
-def _no_mean(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
-    call = compared[0].piece.call
-    pieces_text = "rank's rows" if len(compared) == pieces.view.world_size else "micro-batch"
-    return Whereabouts(
-        "big batch",
-        "the mean of right parts is not the big batch",
-        f"{_why_no_mean(pieces, compared)} Each gradient is that of its {pieces_text}, and they "
-        "are averaged rightly, but the gradient of the big batch is not this mean.",
-        distinct(
-            [
-                *_lines_of_rows(pieces, compared),
-                *_loss_lines(call, "the loss of the rank's own rows"),
-            ]
-        ),
-        pieces.view.parameters.names,
-        tuple(range(pieces.view.world_size)),
-    )
-
-
-def _lines_of_rows(pieces: Pieces, compared: Sequence[Compared]) -> list[PointedLine]:
-    """The line that made ranks read rows more than once, or not at all."""
-    view = pieces.view
-    never, often = _unread_and_repeated(pieces, compared)
-    found: list[PointedLine] = []
-    if often:
-        found = of_data.line_that_repeats(view, often)
-    elif never:
-        found = of_data.line_that_drops(view, never)
-    if found or not (often or never):
-        return found
-    return of_data.lines_of_own_sampler(view) or of_data.lines_that_share(
-        view, next(iter(read_by_several_ranks(view)), ())
-    )
-
-
-def _unread_and_repeated(
-    pieces: Pieces, compared: Sequence[Compared]
-) -> tuple[list[int], list[int]]:
-    read = Counter(row for one in compared for row in one.piece.rows or ())
-    never = [row for row in range(pieces.view.setting.example_count) if not read[row]]
-    return never, [row for row, times in sorted(read.items()) if times > 1]
-
-
-def _why_no_mean(pieces: Pieces, compared: Sequence[Compared]) -> str:
-    view = pieces.view
-    never, often = _unread_and_repeated(pieces, compared)
-    if (never or often) and rows_read_unequally(view):
-        return "The ranks do not divide the batch up."  # the report says how, above this
-    if never or often:
-        parts = [f"no rank read {example_numbers(never)}"] if never else []
-        parts += [f"{example_numbers(often)} were read more than once"] if often else []
-        text = ", and ".join(parts)
-        return f"{text[:1].upper()}{text[1:]}."
-    forward = compared[0].piece.forward
-    whole = tuple(range(view.setting.example_count))
-    if forward is not None and forward.generator:
-        again = view.examples.compute(whole, forward.generator).gradient
-        if unexplained(view.expected, again) > pieces.tolerance:
-            return "The forward pass draws random numbers, and other ones for the big batch."
-    if _is_mixture(pieces, torch.stack([one.gradient_alone for one in compared])):
-        return "The big batch weights its parts, and no count of the batch gives these weights."
-    return "The big batch is no mixture of its parts, as where loss or model look across rows."
-
-
-def _is_mixture(pieces: Pieces, gradients: Tensor) -> bool:
-    if gradients.shape[1] < gradients.shape[0] + 3:
-        return False
-    solved = torch.linalg.lstsq(gradients.T, pieces.view.expected, driver="gelsd").solution
-    return unexplained(pieces.view.expected, solved @ gradients) <= pieces.tolerance
-
-
 def _other_divisor(
-    pieces: Pieces, compared: Sequence[Compared], known: tuple[str, tuple[float, ...], float]
+    pieces: Pieces, compared: Sequence[Compared], known: tuple[str, tuple[float, ...], float] | None
 ) -> Whereabouts:
-    unit, counts, total = known
+    """The ranks' gradients and their reduction are right: the big batch divides otherwise."""
     call = compared[0].piece.call
     what = "rank" if len(compared) == pieces.view.world_size else "micro-batch"
-    if not unit:
+    unit, counts, total = known or ("", (), 1.0)
+    headline, note = "the big batch divides by another number", "the loss of the rows"
+    if known is None:
+        headline = "the mean of right parts is not the big batch"
+        text = "the gradient of the big batch is not the mean of those of its parts"
+    elif not unit:
         text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"
+    elif max(counts) == min(counts):
+        text = f"the parts count equally in the big batch ({unit}), but not in the result"
     else:
         shown = ", ".join(f"{count:g}" for count in counts[:MOST_COUNTS])
         more = ", ..." if len(counts) > MOST_COUNTS else ""
@@ -228,49 +146,18 @@ def _other_divisor(
             "so the parts should not count equally"
         )
         note = f"divides by the {what}'s own count ({unit})"
-        if max(counts) == min(counts):
-            text = f"the parts count equally in the big batch ({unit}), but not in the result"
-            note = "the loss of the rows"
     return Whereabouts(
         "big batch",
-        "the big batch divides by another number",
+        headline,
         f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows, and they are "
         "averaged.",
-        distinct(_loss_lines(call, note)),
+        distinct(
+            [
+                at(call.made_at, note, True) if call else None,
+                at(line_of(call), BACKWARD_BEGINS) if call else None,
+            ]
+        ),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
         fix="" if not unit else "divide each summed loss by the count of the whole batch.",
     )
-
-
-def _loss_lines(call: Call | None, note: str) -> list[PointedLine | None]:
-    if call is None:
-        return []
-    return [at(call.made_at, note, True), at(line_of(call), "backward begins")]
-
-
-# The lines of a loss that is a multiple of that of its rows, with the same multiple everywhere.
-
-
-def lines_of_loss_factor(
-    pieces: Pieces, compared: Sequence[Compared], factor: float
-) -> list[PointedLine | None]:
-    """The line that multiplies the loss by this number, the number's own line, and backward.
-
-    Where backward begins at the loss of the rows, the line of the loss is not to blame.
-    """
-    call = compared[0].piece.call
-    if call is None:
-        return []
-    begins = at(line_of(call), "backward begins")
-    known = [one.loss_factor for one in compared if one.loss_factor is not None]
-    if len(known) != len(compared) or any(abs(one / factor - 1) > SAME_LOSS for one in known):
-        is_right = bool(known) and all(abs(one - 1) <= SAME_LOSS for one in known)
-        note = "the loss of the rows" if is_right else "the loss"
-        return [at(call.made_at, note, not is_right), at(line_of(call), "backward begins", True)]
-    made = at(call.made_at, f"the loss is {text_of(factor, '.4g')} times that of its rows", True)
-    scales = line_that_scales_loss(pieces.view, factor) or made
-    if scales is None:
-        return [begins]
-    number = lines_of_divisor(pieces.view, compared[0].piece.rank, scales.line)
-    return [scales, *number[:1], begins]

@@ -21,40 +21,41 @@ from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import OutOfTime
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.division import fault_of_division, lines_of_loss_factor
+from ddp_equivalence.diagnosis.whereabouts.division import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import at, line_of, paths_of
 from ddp_equivalence.diagnosis.whereabouts.own_gradient import (
-    RIGHT,
     SAME_LOSS,
     Compared,
     backward_lines,
     compared_with_rows,
     fault_of_a_pass,
+    fault_of_losses,
     fault_of_own_gradient,
-    forward_alone,
     idle_ranks,
     losses_are_right,
     where_gradients_are_missing,
 )
-from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction import (
     fault_of_reduction,
     fault_of_small_groups,
 )
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    BACKWARD_BEGINS,
     MOST_LINES,
     MOST_RANKS,
     Whereabouts,
     distinct,
     not_seen,
 )
+from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.observation import Observation
 
 # Decides where a difference without a name is: in a rank's own gradient, in the reduction, or in
 # what the big batch divides by.
 
 MOST_BEHIND = 8
-"""Of so many lines behind the loss, those that lead to right outputs are shown last."""
+"""So many lines behind the loss are looked at."""
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
@@ -75,7 +76,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return _in_step(view, in_small_groups)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
-        return forward_alone(view) or not_seen(
+        return fault_of_losses(view) or not_seen(
             "no backward pass was recorded whose gradients are those of the model"
         )
     if pieces.tolerance > COARSEST:
@@ -96,12 +97,14 @@ def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
     run = run_lines(view, rank)
     behind = lines_behind(run, faults[-1].line, MOST_BEHIND)
     others = [one for one in found.lines if not one.is_fault]
-    right = {one.line for one in others if one.note == RIGHT}
-    # What leads to outputs that are right is the least likely to be wrong.
+    # The model is that of the case, so a line that only calls it is the least likely to be wrong.
+    calls_model = {line_of(one) for one in view.observed.calls.of(rank) if one.kind is Kind.FORWARD}
     behind.sort(
-        key=lambda one: one.line in right or bool(right & {*lines_that_return(run, one.line)})
+        key=lambda one: not calls_model.isdisjoint((one.line, *lines_that_return(run, one.line)))
     )
-    return replace(found, lines=distinct([*faults, *behind[:MOST_LINES], *others]))
+    begins = [one for one in others if one.note == BACKWARD_BEGINS]
+    seen = [*faults, *(one for one in others if one not in begins)]
+    return replace(found, lines=distinct([*seen, *behind[:MOST_LINES], *begins]))
 
 
 def _in_order(view: View, found: Whereabouts) -> Whereabouts:
@@ -172,7 +175,7 @@ def _own(pieces: Pieces) -> Whereabouts | None:
     if idle is not None:
         return idle
     wrong = [one for one in compared if one.factor is None]
-    if wrong and pieces.is_coarse and not _is_fine_but_for_a_parameter(pieces):
+    if wrong and pieces.is_coarse and not pieces.is_one_parameter_far_off:
         errors = sorted(one.error for one in compared)
         least = STANDS_OUT * errors[len(errors) // 2]
         wrong = [one for one in wrong if one.error > least]
@@ -181,11 +184,6 @@ def _own(pieces: Pieces) -> Whereabouts | None:
     if wrong:
         return fault_of_own_gradient(pieces, wrong)
     return fault_of_division(pieces, compared)
-
-
-def _is_fine_but_for_a_parameter(pieces: Pieces) -> bool:
-    """True in a fine precision, where little differs because the wrong parameters are small."""
-    return pieces.eps <= COARSE and pieces.is_one_parameter_far_off
 
 
 def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
@@ -205,7 +203,7 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         is_lost = begun is not None and abs(begun - factors) > SAME_LOSS * abs(factors)
         may_be_lost = losses_are_right(pieces) or is_lost
         on_the_way_back = backward_lines(pieces, pieces.all[0]) if may_be_lost else []
-        of_loss = lines.lines if is_right else lines_of_loss_factor(pieces, compared, factors)
+        of_loss = lines.lines if is_right else _lines_that_scale_losses(compared)
         what = "what its rows give"
         what = what if is_right else f"{text_of(factors, '.6g')} times {what}"
         if begun is not None and is_lost and on_the_way_back:
@@ -229,10 +227,13 @@ def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine |
     factors = [one.loss_factor for one in compared]
     if not factors or None in factors or all(abs((one or 0.0) - 1) <= SAME_LOSS for one in factors):
         return []
-    shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_RANKS] if one is not None)
+    known = dict.fromkeys(text_of(one, ".4g") for one in factors if one is not None)
+    shown = ", ".join([*known][:MOST_RANKS])
     note = f"begins at {shown} times the rows' loss"
     call = compared[0].piece.call
-    return [at(line_of(call), note, is_fault=True)] if call is not None else []
+    if call is None:
+        return []
+    return [at(call.made_at, "the loss", is_fault=True), at(line_of(call), note, is_fault=True)]
 
 
 def _common_loss_factor(compared: Sequence[Compared]) -> float | None:

@@ -16,7 +16,6 @@ from ddp_equivalence.measurement.calls import (
     Call,
     CodeLine,
     Kind,
-    ModuleCall,
     thinned,
     unpacked,
 )
@@ -450,13 +449,6 @@ def hooks(pieces: Pieces, path: Path, state: AfterCall | None) -> list[PointedLi
     ]
     lines += [place.pointed("a collective of this hook") for place in inside[-1:]]
     return [one for one in lines if one is not None]
-
-
-def module_text(call: ModuleCall | None) -> str:
-    """A module and its class, as text."""
-    if call is None:
-        return "the model"
-    return f"{call.name} ({call.kind})" if call.name else f"the model ({call.kind})"
 
 
 # The lines of the user's code that only some ranks ran.

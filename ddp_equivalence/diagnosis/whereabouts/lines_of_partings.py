@@ -24,6 +24,7 @@ from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank, Parting
 from ddp_equivalence.diagnosis.whereabouts.reduction import CHANGED_AFTERWARDS
 from ddp_equivalence.diagnosis.whereabouts.step_and_loss import Unlike
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    BACKWARD_BEGINS,
     MOST_LINES,
     Whereabouts,
     first_of_each_line,
@@ -163,7 +164,7 @@ def _with_backward(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         note = f"{called(one)} of what has a gradient; autograd does not know of it"
         if one.line is not None:
             lines.append(PointedLine(one.line, note, is_fault=True))
-    begins = [one.pointed("backward begins") for one in view.observed.calls.backwards[:1]]
+    begins = [one.pointed(BACKWARD_BEGINS) for one in view.observed.calls.backwards[:1]]
     return replace(
         found,
         kind="own gradient",
@@ -290,9 +291,6 @@ def _ranges(positions: Sequence[int]) -> str:
 # The lines at which a step leaves the loss of the case, with what they compute there.
 
 UNLIKE_LOSS_ALONE = "On one rank the step is wrong, too."
-BACKWARD_BEGINS = "backward begins"
-"""The note on a line that tells nothing else."""
-
 UNLIKE_LOSS = "> marks what the loss of the case does not compute."
 
 

@@ -9,28 +9,15 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.lines.decisions import meeting_lines
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.gradient_path import (
-    at,
-    line_of,
-    lines_only_on,
-    module_text,
-)
-from ddp_equivalence.diagnosis.whereabouts.pieces import (
-    FirstDifference,
-    Piece,
-    Pieces,
-    calls_of,
-    first_difference,
-    notes_of_output,
-    pieces_of,
-)
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import at, line_of, lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    BACKWARD_BEGINS,
     Whereabouts,
     distinct,
     named,
@@ -41,12 +28,8 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
 from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.observation import Observation
 
-MOST_REPLAYED = 8
-"""The forward passes of so many pieces are replayed."""
-
 MOST_CHANGES = 2
 
-RIGHT = "the outputs are right"
 WITHHOLDS = "returns no gradient"
 
 SAME_LOSS = 1e-5
@@ -115,113 +98,66 @@ def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
 def fault_of_own_gradient(
     pieces: Pieces, wrong: Sequence[Compared], computed: str = "another gradient"
 ) -> Whereabouts:
-    """Where the pieces in ``wrong``, which are no multiples of their rows' gradients, go astray.
+    """Whose gradients are wrong: those of the pieces in ``wrong`` are no multiples of their rows'.
 
     ``computed``: what their ranks computed that their rows do not give.
     """
-    differences = [(one, first_difference(pieces, one.piece)) for one in wrong[:MOST_REPLAYED]]
-    one, found = next(
-        ((one, found) for one, found in differences if found and found.what != "none"),
-        differences[0],
-    )
-    world_size = pieces.view.world_size
+    one, view = wrong[0], pieces.view
     ranks = tuple(sorted({other.piece.rank for other in wrong}))
-    who = ranked(ranks, world_size)
-    verb = "computes" if len(ranks) == 1 or len(ranks) == world_size else "compute"
+    who = ranked(ranks, view.world_size)
+    verb = "computes" if len(ranks) in (1, view.world_size) else "compute"
     whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
     whole += _which_piece(pieces, wrong)
-    headline, sentence, names, lines = _from_where(pieces, one, found)
-    begins = f"On rank {one.piece.rank}, {one.losses}"
-    only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
-    changed = _changed_before(pieces, one.piece, found)
+    names = _names(pieces, one)
+    headline, sentence, lines = _from_where(pieces, one, names)
+    only_there = lines_only_on(view.observed.by_rank, ranks)
+    changed = changes_before(view.observed.by_rank[one.piece.rank], one.piece.call)
     of_loss = [_loss_line(one), _backward_line(one)]
     shown = [*only_there, *changed, *lines]
     marked = [line for line in shown if line and line.is_fault]
-    between_modules = found is not None and found.what == "input"
     return Whereabouts(
         kind="own gradient",
-        shows_later=between_modules or all(line in of_loss for line in marked),
-        headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
-        sentence=f"{begins}. {sentence} {whole}",
+        shows_later=not marked,
+        headline=f"{who if len(ranks) in (1, view.world_size) else f'{len(ranks)} ranks'}: "
+        f"{headline}",
+        sentence=f"On rank {one.piece.rank}, {one.losses}. {sentence}{whole}",
         lines=distinct([*shown, *of_loss]),
         parameters=names,
         ranks=ranks,
     )
 
 
-Answer = tuple[str, str, tuple[str, ...], list[PointedLine | None]]
-"""A headline, a sentence, the parameters and the lines."""
+def _from_where(
+    pieces: Pieces, one: Compared, names: Sequence[str]
+) -> tuple[str, str, list[PointedLine | None]]:
+    """A headline, a sentence and lines on how the piece is wrong."""
+    missing = _not_called(pieces, one.piece, names)
+    if missing:
+        text = f"The module {missing} is not called, though the loss of its rows calls it. "
+        return f"{missing} is not called", text, []
+    if one.is_loss_right is False:
+        return one.losses, "", []
+    lines = backward_lines(pieces, one.piece)
+    for shown in lines:
+        if shown is not None and shown.note.startswith(WITHHOLDS):
+            what = f"Line {shown.line.number} {shown.note}. "
+            return "a backward method returns no gradient", what, lines
+    rest = len(pieces.view.parameters.names) - len(names)
+    text = f"The loss is right, and the gradient of {named(names)} is not"
+    text += "; all others are right. " if rest else ". "
+    headline = "backward gives another gradient" if lines else "another gradient than its rows give"
+    return headline, text, lines
 
 
-def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) -> Answer:
-    """From where on the piece is wrong."""
-    names = _names(pieces, one)
-    if found is None:
-        text = "The forward pass could not be compared with its rows alone."
-        return _headline(one), text, names, []
-    if found.what == "none":
-        without = calls_of(pieces, one.piece, without_gradients=True)
-        which = "All modules that ran with gradients" if without else "All modules"
-        agree = f"{which} return what the rows give."
-        text = agree if found.before else "No module was heard."
-        if one.is_loss_right is False:
-            last = at(found.before.line if found.before else None, RIGHT)
-            return _headline(one), text, names, [last]
-        rest = [name for name in pieces.view.parameters.names if name not in names]
-        lines = backward_lines(pieces, one.piece)
-        for shown in lines:
-            if shown is not None and shown.note.startswith(WITHHOLDS):
-                what = f"Line {shown.line.number} {shown.note}."
-                return "a backward method returns no gradient", what, names, lines
-        text += f" Backward first leaves the right way at {named(names[:1])}"
-        text += f"; {named(rest)} {'are' if len(rest) > 1 else 'is'} right." if rest else "."
-        return "backward gives another gradient", text, names, lines
-    call = found.call or found.before
-    line = call.line if call else None
-    if found.what == "missing":
-        text = f"{module_text(found.alone)} is not called, though the loss of its rows calls it."
-        last = at(found.before.line if found.before else None, "its output is right")
-        then = at(line, f"called without {module_text(found.alone)} before it", True)
-        return "a module is not called", text, names, [last, then]
-    module = module_text(found.call or found.alone)
-    if found.what == "input":
-        return _wrong_input(one, found, module, names)
-    assert found.call is not None
-    assert found.alone is not None
-    notes = notes_of_output(pieces, one.piece, found.call, found.alone)
-    note = f" ({'; '.join(notes)})" if notes else ""
-    text = f"The first module whose output differs from that of the same rows is {module}{note}."
-    line_note = f"{module}: first output that differs" + (f"; {notes[0]}" if notes else "")
-    return "the output of a module differs", text, names, [at(line, line_note, True)]
-
-
-def _headline(one: Compared) -> str:
-    return one.losses if one.is_loss_right is False else "another gradient than its rows give"
-
-
-def _wrong_input(
-    one: Compared, found: FirstDifference, module: str, names: tuple[str, ...]
-) -> Answer:
-    assert found.call is not None
-    line = found.call.line
-    if not found.call.name and found.before is None:
-        rows = example_numbers(one.piece.rows or ())
-        text = f"The model is called with other values than those of its rows ({rows})."
-        note = f"called with other values than those of {rows}"
-        return "the model's input is not its rows", text, names, [at(line, note, True)]
-    after = (
-        f"After {module_text(found.before)}, whose output is right, and before"
-        if found.before
-        else "Before"
-    )
-    text = f"{after} {module}, whose input differs, something changes the values."
-    before = at(found.before.line if found.before else None, "its output is right")
-    return (
-        "values change between two modules",
-        text,
-        names,
-        [before, at(line, f"{module}: its input differs", True)],
-    )
+def _not_called(pieces: Pieces, piece: Piece, names: Sequence[str]) -> str:
+    """The module of a parameter without a gradient that the rank has never called; "" if none."""
+    called = {call.name for call in pieces.view.observed.by_rank[piece.rank].trace.module_calls}
+    for name in names if called else ():
+        module = name.rpartition(".")[0]
+        place = pieces.view.parameters.places[name]
+        if module not in called and not bool(piece.gradient[place].any()):
+            return module
+    return ""
 
 
 def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
@@ -236,10 +172,7 @@ def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
                 wrong.append(name)
         if number == 0 or len(wrong) < len(best):
             best = wrong
-    last: dict[str, int] = {}
-    for call in calls_of(pieces, one.piece):
-        last[call.name] = max(call.order[1], last.get(call.name, 0))
-    return tuple(sorted(best, key=lambda name: last.get(name.rpartition(".")[0], 0), reverse=True))
+    return tuple(reversed(best))
 
 
 def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
@@ -263,33 +196,21 @@ def _backward_line(one: Compared) -> PointedLine | None:
     if call is None:
         return None
     is_told = call.made_at is not None or one.is_loss_right is not False
-    note = "backward begins" if is_told else f"backward begins here: {one.losses}"
+    note = BACKWARD_BEGINS if is_told else f"backward begins here: {one.losses}"
     return at(line_of(call), note, not is_told)
 
 
 # What a forward pass reads beside its rows: weights, buffers, and attributes of modules.
 
 
-def _changed_before(
-    pieces: Pieces, piece: Piece, found: FirstDifference | None
-) -> list[PointedLine]:
-    """The lines that changed, before this backward pass, weights, or buffers and attributes of the
-    first module that is not as its rows alone make it.
+def changes_before(seen: Observation, backward: Call | None) -> list[PointedLine]:
+    """The lines that changed what a forward pass reads before this backward pass. A line in a
+    function that leaves backward to its caller stands for the caller's line.
     """
-    if piece.call is None:
+    if backward is None:
         return []
-    module = found.call.name if found is not None and found.call is not None else None
-    if module is not None and found is not None and found.what == "input":
-        module = module.rpartition(".")[0]  # what is around it makes its input
-    return changes_before(pieces.view.observed.by_rank[piece.rank], piece.call, module)
-
-
-def changes_before(seen: Observation, backward: Call, module: str | None) -> list[PointedLine]:
-    """The lines that changed what a forward pass reads: weights, and buffers and attributes of one
-    module. A line in a function that leaves backward to its caller stands for the caller's line.
-    """
     lines = dict[object, PointedLine]()
-    forwards = {line_of(call) for call in seen.calls if _runs_model(call)}
+    forwards = {line_of(call) for call in seen.calls if call.kind in (Kind.FORWARD, Kind.WRAP)}
     for call in seen.calls:
         line = line_of(call)
         if (call.step, call.backwards) > (backward.step, backward.backwards) or line is None:
@@ -299,10 +220,10 @@ def changes_before(seen: Observation, backward: Call, module: str | None) -> lis
             met = meeting_lines(call, backward)
             if met is not None and met[0] != line:
                 line, note = met[0], note and f"line {line.number} {note}"
-        elif call.kind is Kind.BUFFERS and line not in forwards and _of(module, call.names):
-            note = f"changes {named(_of(module, call.names))} before the forward pass"
-        elif call.kind is Kind.MODULE_STATE and _of(module, call.names):
-            note = f"sets {call.what} on {_of(module, call.names)[0] or 'the model'}"
+        elif call.kind is Kind.BUFFERS and line not in forwards:
+            note = f"changes {named(call.names)} before the forward pass"
+        elif call.kind is Kind.MODULE_STATE:
+            note = f"sets {call.what} on {call.names[0] or 'the model'}"
         else:
             continue
         lines.pop(line, None)
@@ -311,23 +232,6 @@ def changes_before(seen: Observation, backward: Call, module: str | None) -> lis
         else:  # the weights are those of the case again
             lines = {one: known for one, known in lines.items() if "backward" not in known.note}
     return list(lines.values())[-MOST_CHANGES:]
-
-
-def _runs_model(call: Call) -> bool:
-    return call.kind in (Kind.FORWARD, Kind.WRAP)
-
-
-def _of(module: str | None, names: Sequence[str]) -> list[str]:
-    """Those names that are of a module, of one around it or of one inside it."""
-    if module is None:
-        return []
-    return [
-        name
-        for name in names
-        if not (name and module)
-        or f"{name}.".startswith(f"{module}.")
-        or f"{module}.".startswith(f"{name}.")
-    ]
 
 
 # Only the way back is wrong: the losses are those of the rows, and the reduction is a mean.
@@ -428,11 +332,11 @@ def fault_of_a_pass(pieces: Pieces, uniform: float) -> Whereabouts | None:
     )
 
 
-# What the forward passes alone show, where the gradients of backward passes are not known.
+# Where the gradients of backward passes are not known, their losses are all that can be compared.
 
 
-def forward_alone(view: View) -> Whereabouts | None:
-    """Compares modules and losses with those of the rows alone; None if that cannot be done.
+def fault_of_losses(view: View) -> Whereabouts | None:
+    """The ranks whose losses are not those of their rows; None if that cannot be told.
 
     The gradients of sharded parameters, for instance, are not known before they are reduced.
     """
@@ -442,27 +346,25 @@ def forward_alone(view: View) -> Whereabouts | None:
     wrong, known = [], 0
     for piece in pieces.all:
         alone = pieces.alone(piece)
-        found = first_difference(pieces, piece) if alone is not None else None
-        if alone is None or found is None:
+        if alone is None or piece.loss is None:
             continue
         known += 1
         compared = Compared(piece, None, alone.gradient, alone.loss)
         factor = compared.loss_factor
-        tolerance = max(SAME_LOSS, pieces.tolerance)
-        if found.what != "none" or (factor is not None and abs(factor - 1) > tolerance):
+        if factor is not None and abs(factor - 1) > max(SAME_LOSS, pieces.tolerance):
             wrong.append(compared)
     unseen = "what backward computed on each rank, before it was reduced, was not recorded"
     if not wrong:
         if known < len(pieces.all):
             return None
-        seen = "the modules and losses of all ranks are those of their rows"
         calls = [piece.call for piece in pieces.by_rank[0] if piece.call is not None]
         lines = distinct([at(line_of(call), "the loss is right here") for call in calls[:1]])
-        return replace(not_seen(f"{seen}; {unseen}"), lines=lines)
-    found_there = fault_of_own_gradient(pieces, wrong, "other outputs or losses")
+        seen = f"the losses of all ranks are those of their rows; {unseen}"
+        return replace(not_seen(seen), lines=lines)
+    found = fault_of_own_gradient(pieces, wrong, "another loss")
     return replace(
-        found_there,
-        sentence=f"{found_there.sentence} It is not known whether this is all, since {unseen}.",
+        found,
+        sentence=f"{found.sentence} It is not known whether this is all, since {unseen}.",
         parameters=(),
     )
 
@@ -517,8 +419,8 @@ def where_gradients_are_missing(
     backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
     text, lines = _why_missing(seen, gone, backwards, ranks[0])
     is_seen = bool(lines)
-    if backwards and not lines:
-        lines += changes_before(seen, backwards[-1], gone[0].rpartition(".")[0])
+    if not lines:
+        lines += changes_before(seen, backwards[-1] if backwards else None)
     if view is not None and not lines:
         reduced = [one for one in view.observed.calls.reductions if ranks[0] in one.by_rank]
         lines = [one for place in reduced[-1:] for one in lines_that_left_out(view, place)]
@@ -564,10 +466,10 @@ def _why_missing(
         without = [one for one in seen.trace.module_calls if not one.with_gradients]
         around = [one for one in without if f"{module}.".startswith(f"{one.name}.")] or calls
         outermost = min(around, key=lambda one: len(one.name))
-        text = f"{module or 'The model'} is called only where gradients are turned off."
-        return text, [
-            at(outermost.line, f"calls {module_text(outermost)} without gradients", True),
-            at(calls[-1].line, f"calls {module_text(calls[-1])} without gradients"),
+        text = f"{_module(module)} is called only where gradients are turned off."
+        return f"{text[:1].upper()}{text[1:]}", [
+            at(outermost.line, f"calls {_module(outermost.name)} without gradients", True),
+            at(calls[-1].line, f"calls {_module(module)} without gradients"),
         ]
     own = [one for one in own_backward_lines(seen, backwards[-1]) if one.note.startswith(WITHHOLDS)]
     if own:
@@ -575,6 +477,10 @@ def _why_missing(
     if not calls and any(one.name != module for one in seen.trace.module_calls):
         return f"The module {module or 'itself'} is not called on rank {rank}.", []
     return f"Backward passes ran on rank {rank}, and none left these gradients.", []
+
+
+def _module(name: str) -> str:
+    return f"the module {name}" if name else "the model"
 
 
 def _missing(seen: Observation, names: Sequence[str]) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -221,9 +220,6 @@ class _Search:
         if not found:
             return None
         _, number, self.path = min(found, key=lambda one: one[:2])
-        unlike = unlike_calls(self.pieces, self.path)
-        if unlike is not None:
-            return unlike
         path, state = self.path, self.path.states[number]
         before = path.states[number - 1] if number else None
         what, text = done_text(state.call, self.pieces), mix_text(state.mix, self.pieces)
@@ -282,7 +278,7 @@ class _Search:
             return self._passes_count_unequally(weights, least)
         each = {rank: sum(one.values()) for rank, one in weights.items()}
         if max(each.values()) - min(each.values()) > SAME_WEIGHT * most:
-            return self._ranks_count_unequally()
+            return self._ranks_count_unequally(each)
         return self._another_factor(float(mix.weights.mean()))
 
     def _of(
@@ -437,37 +433,11 @@ class _Search:
         most = float(state.mix.weights.abs().max())
         return bool((state.mix.weights[others].abs() > SAME_WEIGHT * most).any())
 
-    def _ranks_count_unequally(self) -> Whereabouts:
-        """The first line after which the ranks' own gradients have different weights."""
-        others = [one for one in self.paths if set(one.names) & set(self.path.names)]
-        for number, state in enumerate(self.path.states):
-            own = {
-                one.rank: weight
-                for one in others
-                if number < len(one.states)
-                and (weight := self._own_weight(one, one.states[number])) is not None
-            }
-            values = own.values()
-            if not own or max(values) - min(values) <= SAME_WEIGHT * max(map(abs, values)):
-                continue
-            odd = odd_ranks(own)
-            shown = ", ".join(
-                f"rank {rank} {text_of(one, '.4g')}" for rank, one in list(own.items())[:MOST_SHOWN]
-            )
-            lines = [
-                *lines_only_on(self.view.observed.by_rank, odd),
-                *hooks(self.pieces, self.path, state),
-                pointed(state, f"now times the own gradient: {shown}", is_fault=True),
-            ]
-            return self._of("the ranks do not count equally", "", lines, ranks=odd)
-        return self._of("the ranks do not count equally", "", [])
-
-    def _own_weight(self, path: Path, state: AfterCall) -> float | None:
-        """The weight of the rank's own first piece."""
-        if state.mix is None:
-            return None
-        weights = zip(self.pieces.all, state.mix.weights.tolist(), strict=True)
-        return next((float(weight) for piece, weight in weights if piece.rank == path.rank), None)
+    def _ranks_count_unequally(self, each: Mapping[int, float]) -> Whereabouts:
+        """The ranks' own gradients have different weights. ``each``: by rank."""
+        odd = odd_ranks(each)
+        lines = [*lines_only_on(self.view.observed.by_rank, odd), *self._all_changes()]
+        return self._of("the ranks do not count equally", "", lines, ranks=odd)
 
     def _another_factor(self, weight: float) -> Whereabouts:
         """All ranks count equally, with a wrong weight."""
@@ -560,52 +530,6 @@ def _similar(one: Mix | None, other: Mix | None) -> bool:
         return one is other
     most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
     return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
-
-
-# Ranks that give different gradients to one and the same collective.
-
-
-def unlike_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
-    """None unless a call that reduced these gradients met calls of others on other ranks."""
-    view = pieces.view
-    for call in view.observed.calls.of(path.rank):
-        collective = call.collective
-        if collective is None or not reduces_gradients(call):
-            continue
-        by_rank = [_reductions(view, rank, collective.ranks) for rank in collective.ranks]
-        place = _reductions(view, path.rank, collective.ranks).index(call)
-        if not set(collective.names) & set(path.names) or len({*map(len, by_rank)}) > 1:
-            continue
-        met = {
-            rank: calls[place].collective.names  # type: ignore[union-attr]
-            for rank, calls in zip(collective.ranks, by_rank, strict=True)
-        }
-        if len(set(met.values())) == 1 or not all(met.values()):
-            continue
-        common = Counter(met.values()).most_common(1)[0][0]
-        odd = tuple(rank for rank, names in met.items() if names != common)
-        what = f"{ranked(odd, view.world_size)} reduce{'s' if len(odd) == 1 else ''} "
-        what += f"{named(met[odd[0]])} where the others reduce {named(common)}"
-        return Whereabouts(
-            "reduction",
-            "ranks reduce different gradients together",
-            f"In one and the same collective, {what}.",
-            distinct([*lines_only_on(view.observed.by_rank, odd), at(line_of(call), what, True)]),
-            ranks=odd,
-            fix="reduce the gradients in the same order on all ranks.",
-        )
-    return None
-
-
-def _reductions(view: View, rank: int, group: tuple[int, ...]) -> list[Call]:
-    """The calls by which a rank reduces gradients in this group."""
-    return [
-        call
-        for call in view.observed.calls.of(rank)
-        if reduces_gradients(call)
-        and call.collective is not None
-        and call.collective.ranks == group
-    ]
 
 
 # Only some parameters differ: those that a wrapper reduces in a group of only some ranks.

@@ -14,6 +14,9 @@ MOST_LINES = 3
 MOST_NAMES = 3
 MOST_RANKS = 6
 
+BACKWARD_BEGINS = "backward begins"
+"""The note on a line that tells nothing else."""
+
 
 @dataclass(frozen=True)
 class Whereabouts:

@@ -20,8 +20,18 @@ TWO = replace(CASE, layout="1x2")
     [
         (steps.TOKENS, steps.micro_batch_means, "big batch", "the losses divide by"),
         (TWO, steps.micro_batch_means_by_hand, "big batch", "divide by 5, 3, 5, 3"),
-        (steps.ROOT, steps.root_of_a_batch_mean, "big batch", "is not this mean"),
-        (steps.MEDIAN, steps.quantile_of_the_shard, "big batch", "is not this mean"),
+        (
+            steps.ROOT,
+            steps.root_of_a_batch_mean,
+            "big batch",
+            "is not the mean of those of its parts",
+        ),
+        (
+            steps.MEDIAN,
+            steps.quantile_of_the_shard,
+            "big batch",
+            "is not the mean of those of its parts",
+        ),
         (CASE, steps.one_micro_batch_counts_twice, "own gradient", "backward pass 1 0.5"),
         (CASE, steps.weights_by_rank, "own gradient", "rank 1 1.25"),
         (CASE, steps.multiplied_by_a_constant, "own gradient", "1.3 times"),

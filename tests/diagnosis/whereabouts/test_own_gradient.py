@@ -1,4 +1,4 @@
-"""A rank's own gradient is not what its rows give: the rank, the module and the line are named."""
+"""A rank's own gradient is not what its rows give: the rank and the line are named."""
 
 from __future__ import annotations
 
@@ -21,25 +21,35 @@ NORMALISING = replace(CASE, model=steps.Normalising)
 @pytest.mark.parametrize(
     ("case", "step", "ranks", "words"),
     [
-        (CASE, steps.labels_shifted_on_one_rank, (1,), "all modules return what the rows give"),
-        (CASE, steps.noise_by_rank, (1, 2, 3), "the model is called with other values"),
+        (CASE, steps.labels_shifted_on_one_rank, (1,), "its own rows give"),
+        (CASE, steps.noise_by_rank, (1, 2, 3), "its own rows give"),
         (CASE, steps.loss_weight_on_one_rank, (2,), "rank 2 1.75"),
         (CASE, steps.penalty_on_one_rank, (3,), "its own rows give"),
-        (CASE, steps.detached_on_one_rank, (1,), "backward first leaves the right way at"),
-        (CASE, steps.another_dtype_in_one_layer, (3,), "before middle (Linear)"),
-        (CASE, steps.activations_changed_in_place, (2,), "before norm (LayerNorm)"),
-        (CASE, steps.forward_hook_on_one_rank, (1,), "is middle (Linear)"),
-        (CASE, steps.gradient_hook_on_a_module, (0,), "first leaves the right way at norm."),
+        (
+            CASE,
+            steps.detached_on_one_rank,
+            (1,),
+            "the loss is right, and the gradient of norm.bias",
+        ),
+        (CASE, steps.another_dtype_in_one_layer, (3,), "its own rows give"),
+        (CASE, steps.activations_changed_in_place, (2,), "its own rows give"),
+        (CASE, steps.forward_hook_on_one_rank, (1,), "its own rows give"),
+        (
+            CASE,
+            steps.gradient_hook_on_a_module,
+            (0,),
+            "the loss is right, and the gradient of norm.bias",
+        ),
         (CASE, steps.another_loss_on_one_rank, (0,), "its own rows give"),
-        (CASE, steps.rows_normalised_by_rank, EVERY, "the model is called with other values"),
+        (CASE, steps.rows_normalised_by_rank, EVERY, "its own rows give"),
         (CASE, steps.targets_of_the_second_micro_batch, EVERY, "backward pass 2 of 2"),
         (CASE, steps.class_weights_by_rank, (0, 1, 2), "its own rows give"),
-        (CASE, steps.output_scaled, (1, 3), "all modules return what the rows give"),
-        (DROPPING, steps.dropout_on_one_rank, (1,), "is drop (Dropout)"),
-        (NORMALISING, steps.training_mode_on_one_rank, (2,), "in training mode"),
-        (CASE, steps.module_skipped_on_one_rank, (1,), "norm (LayerNorm) is not called"),
+        (CASE, steps.output_scaled, (1, 3), "its own rows give"),
+        (DROPPING, steps.dropout_on_one_rank, (1,), "its own rows give"),
+        (NORMALISING, steps.training_mode_on_one_rank, (2,), "its own rows give"),
+        (CASE, steps.module_skipped_on_one_rank, (1,), "the module norm is not called"),
         (CASE, steps.wrong_rows_of_targets_everywhere, (1, 2, 3), "its own rows give"),
-        (CASE, steps.reversed_sign_of_a_term, (3,), "all modules return what the rows give"),
+        (CASE, steps.reversed_sign_of_a_term, (3,), "its own rows give"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

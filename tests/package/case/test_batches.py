@@ -43,7 +43,7 @@ from tests.package.own_cases import loss, make_batch, own_case, right_step
 OPTIONS: list[dict[str, Any]] = [{}, {"steps": 2}, {"compare": "update", "steps": 2, "lr": 0.05}]
 
 
-def in_turn(names: Any) -> Any:
+def in_turn(names: Any) -> pytest.MarkDecorator:
     """Each name with the next of the options."""
     return pytest.mark.parametrize(("name", "options"), list(zip(names, cycle(OPTIONS))), ids=str)
 
