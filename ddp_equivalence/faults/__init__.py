@@ -8,9 +8,10 @@ from pkgutil import iter_modules
 from ddp_equivalence.faults.fault import Fault
 
 FAULTS: dict[str, Fault] = {}
-"""Those of all modules of this package that define ``FAULT``, by name."""
+"""Every ``Fault`` that a module of this package makes, by name, in the order of the names."""
 
+_found: list[Fault] = []
 for _module in iter_modules(__path__):
-    _fault: Fault | None = getattr(import_module(f"{__name__}.{_module.name}"), "FAULT", None)
-    if _fault is not None:
-        FAULTS[_fault.name] = _fault
+    _held = vars(import_module(f"{__name__}.{_module.name}")).values()
+    _found += (one for one in _held if isinstance(one, Fault))
+FAULTS.update({one.name: one for one in sorted(_found, key=lambda one: one.name)})

@@ -36,8 +36,8 @@ def needs_two_ranks(layout: Layout) -> str | None:
 class Fault:
     """One fault. It has the name of the cause that the diagnosis must find.
 
-    A fault breaks torch, or it replaces the train step. A new fault is one file that makes a
-    ``Fault``, and one line in ``FAULTS``. The fields after ``why_it_cannot_show`` say where the
+    A fault breaks torch, or it replaces the train step. ``FAULTS`` finds each ``Fault``
+    that a module of this package makes. The fields after ``why_it_cannot_show`` say where the
     suite plants the fault: in which strategies, with which pairs of model and loss, and so on.
     """
 
