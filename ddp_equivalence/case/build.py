@@ -523,10 +523,3 @@ def parse(text: str) -> ExampleSubset:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise BadCase("examples", text, ACCEPTED)
     return tuple(map(int, parts)) if "," in text else int(text)
-
-
-def as_text(subset: ExampleSubset) -> str:
-    """The text that ``parse`` reads back as this subset."""
-    if isinstance(subset, int):
-        return str(subset)
-    return ",".join(map(str, subset)) + ("," if len(subset) == 1 else "")

@@ -19,6 +19,7 @@ from ddp_equivalence.report.text import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
+    from ddp_equivalence.commands.user_file import UserCheck
     from ddp_equivalence.report.verdict import Verdict
 
 EXPORT_OPTIONS = (
@@ -171,14 +172,10 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     _require_known_options(options)
     examples = None if arguments.examples is None else build.parse(arguments.examples)
     if arguments.explore is not None:
-        from ddp_equivalence.commands.exploration import explore_variations
-
         fixed = changes if examples is None else changes | {"examples": examples}
-        with_options = replace(user_check, options=options)
-        outcome = explore_variations(
-            with_options, fixed, arguments.explore, arguments.target, given_options
-        )
-        return EXIT_CODE_OF_OUTCOME[outcome]
+        return EXIT_CODE_OF_OUTCOME[
+            _explore(arguments, replace(user_check, options=options), fixed)
+        ]
     case = replace(user_check.case, **changes)
     case = case if examples is None else build.with_examples(case, examples)
     stdout = sys.stdout
@@ -191,6 +188,30 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     if arguments.export_repro is not None:
         print(_reproduction(verdict, user_check.step, options, arguments.export_repro))
     return EXIT_CODE_OF_OUTCOME[verdict.outcome]
+
+
+def _explore(arguments: argparse.Namespace, varied: UserCheck, given: dict[str, Any]) -> str:
+    """Vary the case and print the results. Returns "same", "different" or "unknown"."""
+    from ddp_equivalence.commands import exploration
+
+    def repeat(variation: exploration.Variation) -> str:
+        changes = vars(variation) | {
+            "examples": arguments.examples or variation.examples,
+            "dtype": str(variation.dtype or "as-built").removeprefix("torch."),
+        }
+        if variation.dtype == varied.case.dtype:
+            changes["dtype"] = arguments.dtype
+        if variation.steps == varied.options.get("steps", 1):
+            changes["steps"] = arguments.steps
+        return repeating_command(argparse.Namespace(**vars(arguments) | changes))
+
+    search = exploration.search_variations(varied, given, arguments.explore, repeat)
+    for line in search.report():
+        exploration.show(line)
+    outcomes = {judged.outcome for judged in search.judged.values()}
+    if "different" in outcomes:
+        return "different"
+    return "same" if outcomes <= {"same", "refused"} and not search.stopped else "unknown"
 
 
 def _check_exploration(arguments: argparse.Namespace) -> None:

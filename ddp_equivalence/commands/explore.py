@@ -48,8 +48,7 @@ def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = N
     from ddp_equivalence.commands import exploration
 
     search = exploration.search_suite(right, wrong, seed)
-    exploration.show("")
-    for line in exploration.suite_report(search):
+    for line in ("", *search.report(), "", exploration.closing_line(search)):
         exploration.show(line)
     write_json("json", results, exploration.as_json(search))
-    return DIFFERENT if any(one.kind for one in search.judged.values()) else SAME
+    return DIFFERENT if any(one.wrong for one in search.judged.values()) else SAME

@@ -23,8 +23,8 @@ def add(commands: Commands) -> None:
         "faults",
         help="break training in every known way, and see each caught and named",
         description="Plant known faults in real strategies on real ranks, and print which are "
-        "caught and named, which other checks would have noticed, and whether the report on a step "
-        "of one's own points at the right line. Exit code 0: all are caught and named, and all "
+        "caught and named, and whether the report on a step of one's own points at the right line. "
+        " Exit code 0: all are caught and named, and all "
         "lines are right; 1: some are not; 3: none can show.",
     )
     faults.add_argument("names", nargs="*", metavar="NAME", help="plant these faults only")

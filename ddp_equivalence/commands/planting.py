@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.output import columns
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial
 from ddp_equivalence.measurement.work import Step
@@ -39,8 +38,8 @@ class FaultResult:
     """The result of one trial with a planted fault.
 
     ``causes`` are the causes that the diagnosis accepted. ``distance`` is the error of the worst
-    parameter, in multiples of its limit. ``noticed_by`` are the other checks that would have
-    noticed the fault. ``checked`` says what was checked, so that the trial can be repeated.
+    parameter, in multiples of its limit. ``checked`` says what was checked, so that the trial can
+    be repeated.
     """
 
     fault_trial: FaultTrial
@@ -48,7 +47,6 @@ class FaultResult:
     causes: tuple[str, ...]
     distance: float
     seconds: float
-    noticed_by: frozenset[str] = field(default_factory=frozenset)
     checked: str = ""
 
     @property
@@ -71,23 +69,14 @@ def result_of(fault_trial: FaultTrial, verdict: Verdict) -> FaultResult:
     findings = [finding for finding in verdict.findings if finding.accepted]
     causes = tuple(cause for finding in findings for cause in finding.causes)
     distance = 0.0
-    noticed_by: frozenset[str] = frozenset()
-    if verdict.outcome == "different":
-        if verdict.error is not None and verdict.limit:
-            distance = verdict.error / verdict.limit
-        analysis = verdict.analysis
-        view = None if analysis is None else analysis.view_of_own_draws
-        if view is not None:
-            noticed_by = frozenset(
-                name for name, notices in OTHER_CHECKS.items() if notices(verdict, view)
-            )
+    if verdict.outcome == "different" and verdict.error is not None and verdict.limit:
+        distance = verdict.error / verdict.limit
     return FaultResult(
         fault_trial,
         _outcome(fault_trial, verdict, causes),
         causes,
         distance,
         verdict.seconds,
-        noticed_by,
         f"{verdict.subject} on {fault_trial.trial.case}",
     )
 
@@ -115,10 +104,9 @@ def table_lines(results: Sequence[FaultResult], lines: Mapping[str, bool]) -> It
     ``lines``: for each fault that was planted in a step of one's own too, whether the report
     pointed at the line at which it acts.
     The columns "shows" to "cannot show" count trials. "nearest limits" is the smallest error of a
-    caught fault, in multiples of its limit. The last columns count how many of the caught faults
-    other checks would have noticed.
+    caught fault, in multiples of its limit.
     """
-    rows: list[Sequence[object]] = [(*HEAD, *(f"by {name}" for name in OTHER_CHECKS))]
+    rows: list[Sequence[object]] = [HEAD]
     for name in dict.fromkeys(result.fault_trial.fault.name for result in results):
         of_fault = [result for result in results if result.fault_trial.fault.name == name]
         rows.append(_row(name, of_fault, {True: "yes", False: "no", None: "-"}[lines.get(name)]))
@@ -143,10 +131,6 @@ def _row(title: str, results: Sequence[FaultResult], line_right: str) -> Sequenc
     return (
         *(title, len(results) - counts["cannot_show"], len(caught)),
         *(counts["named"], counts["among"], counts["cannot_show"], line_right, f"{nearest:.1e}"),
-        *(
-            f"{sum(name in result.noticed_by for result in caught)} of {len(caught)}"
-            for name in OTHER_CHECKS
-        ),
     )
 
 
@@ -213,71 +197,3 @@ def _smallest(dtype: torch.dtype, make_step: Callable[[float], Step]) -> float:
         caught = check(case, make_step(2.0**middle)).outcome == "different"
         missed, caught_at = (missed, middle) if caught else (middle, caught_at)
     return inf if caught_at > LARGEST else 2.0**caught_at
-
-
-# Other checks that people make: would they have noticed a fault?
-
-DIGITS = 1e-4
-"""A loss that agrees to four digits looks right in a log."""
-
-ADAM_EPS = 1e-8
-LEARNING_RATE = 1e-3
-
-
-def loss_value(verdict: Verdict, view: View) -> bool:
-    """True if the mean of the ranks' losses is not the loss of the big batch, to four digits."""
-    by_rank = []
-    for seen in verdict.observed.values():
-        values = [call.loss for call in seen.backwards if call.step == view.setting.step]
-        by_rank.append(sum(value for value in values if value is not None))
-    if not by_rank:
-        return False
-    whole = view.examples.big_batch_loss
-    return abs(sum(by_rank) / len(by_rank) - whole) > DIGITS * abs(whole)
-
-
-def adam_update(verdict: Verdict, view: View) -> bool:
-    """True if Adam's first step on rank 0 is not the big batch's, by the default limits of
-    ``torch.testing.assert_close``.
-    """
-    return not _close(_adam(view.measured.by_rank[0]), _adam(view.expected), view.setting.dtype)
-
-
-def rank_agreement(verdict: Verdict, view: View) -> bool:
-    """True if the ranks do not hold the same values."""
-    return verdict.comparison is not None and not verdict.comparison.ranks_agree
-
-
-def assert_close(verdict: Verdict, view: View) -> bool:
-    """True if rank 0's gradients are not the big batch's, by the default limits of
-    ``torch.testing.assert_close``.
-    """
-    return not _close(view.measured.by_rank[0], view.expected, view.setting.dtype)
-
-
-OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {
-    "loss": loss_value,
-    "Adam": adam_update,
-    "ranks agree": rank_agreement,
-    "assert_close": assert_close,
-}
-"""By the name in the table, the function that says whether this check would have noticed."""
-
-
-def _adam(gradient: Tensor) -> Tensor:
-    """The update of Adam's first step.
-
-    Both moving averages then contain only this gradient, and bias correction cancels their decay
-    factors.
-
-    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
-    """
-    return -LEARNING_RATE * gradient / (gradient.abs() + ADAM_EPS)
-
-
-def _close(measured: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    try:
-        torch.testing.assert_close(measured.to(dtype), expected.to(dtype))
-    except AssertionError:
-        return False
-    return True

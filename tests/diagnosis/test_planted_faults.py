@@ -59,16 +59,6 @@ def test_a_fault_that_cannot_show_is_no_pass() -> None:
 
 
 @pytest.mark.self_check
-def test_other_checks_would_notice_other_dropout_masks() -> None:
-    """They know nothing of the masks that the ranks drew, which the diagnosis computes with."""
-    name = "dropout_differs_from_reference"
-    fault_trial = next(iter(fault_trials([name], ["1x2"], every=False)))
-    with planted(name):
-        verdict = check(fault_trial.trial.case, fault_trial.trial.strategy)
-    assert {"loss", "Adam", "assert_close"} == result_of(fault_trial, verdict).noticed_by
-
-
-@pytest.mark.self_check
 def test_a_fault_that_never_fires_is_no_pass() -> None:
     fault_trial = next(iter(fault_trials(["only_last_micro_batch"], ["1x2"], every=False)))
     with planted("only_last_micro_batch"):

@@ -105,22 +105,6 @@ class State:
     without_p2p: Outcome | None = None
 
 
-# Chooses which pairs of GPUs are tried where there are too many of them.
-
-MAX_PAIRS = 28
-"""All pairs of 8 GPUs. A pair takes some seconds."""
-
-
-def chosen_pairs(gpus: Sequence[int]) -> list[tuple[int, int]]:
-    """All pairs of these GPUs, neighbours first: of the first ``MAX_PAIRS`` no GPU is left out."""
-
-    def distance(pair: tuple[int, int]) -> int:
-        apart = gpus.index(pair[1]) - gpus.index(pair[0])
-        return min(apart, len(gpus) - apart)  # the last is the neighbour of the first
-
-    return sorted(combinations(gpus, 2), key=distance)
-
-
 # The state of every GPU, of every pair of GPUs, and of all of them together.
 
 ALONE_SECONDS = 120.0
@@ -158,22 +142,17 @@ def pair_states(
     found: Sequence[State], gpus: Gpus, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[State]:
     """Sum over each pair of the GPUs that work alone; the last state names pairs left out."""
-    pairs = chosen_pairs([n for n, one in enumerate(found) if one.outcome is Outcome.WORKS])
-    chosen, left_out = sorted(pairs[:MAX_PAIRS]), sorted(pairs[MAX_PAIRS:])
+    pairs = list(
+        combinations([n for n, one in enumerate(found) if one.outcome is Outcome.WORKS], 2)
+    )
     until = clock() + ALL_PAIRS_SECONDS
-    for tried, (first, second) in enumerate(chosen):
+    for tried, (first, second) in enumerate(pairs):
         if clock() >= until:
+            names = ", ".join(f"{one}-{other}" for one, other in pairs[tried:])
             reason = f"the time limit of {ALL_PAIRS_SECONDS:g} s for all pairs was over"
-            yield _left_out(chosen[tried:], reason)
+            yield State("others", Outcome.NOT_RUN, f"{names}: {reason}")
             break
         yield _pair(f"{first}-{second}", [found[first], found[second]], gpus)
-    if left_out:
-        yield _left_out(left_out, f"at most {MAX_PAIRS} pairs are tried")
-
-
-def _left_out(pairs: Sequence[tuple[int, int]], reason: str) -> State:
-    names = ", ".join(f"{first}-{second}" for first, second in pairs)
-    return State("others", Outcome.NOT_RUN, f"{names}: {reason}")
 
 
 def all_together(found: Sequence[State]) -> State:

@@ -46,15 +46,12 @@ LIMIT = 1e-10
 class GpuAnswer:
     """One GPU as CUDA describes it on a rank, and whether it computes.
 
-    ``uuid``: with or without the "GPU-" before it. ``architectures``: those that this torch has
-    kernels for, such as "sm_90". ``error``: what was raised by a product of two matrices, or what
-    was wrong with it; "" if it was right.
+    ``uuid``: with or without the "GPU-" before it. ``error``: what was raised by a product of two
+    matrices, or what was wrong with it; "" if it was right.
     """
 
     name: str
     uuid: str
-    capability: tuple[int, int]
-    architectures: tuple[str, ...]
     error: str
 
 
@@ -73,8 +70,6 @@ def product(rank: Rank, argument: object) -> Iterator[GpuAnswer]:
     yield GpuAnswer(
         name=properties.name,
         uuid=str(getattr(properties, "uuid", "")),
-        capability=(properties.major, properties.minor),
-        architectures=tuple(torch.cuda.get_arch_list()),
         error=error_of_product(rank.device),
     )
 

@@ -7,7 +7,6 @@ Guide".
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -231,15 +230,6 @@ def _of_states(
     machine: Machine, gpus: Sequence[State], pairs: Sequence[State]
 ) -> Iterator[Problem]:
     """Problems that the answers of GPUs and of their pairs show."""
-    for gpu in gpus if machine.torch_cuda is not None else ():
-        answer = gpu.answer
-        if answer is not None and not has_kernels(answer.capability, answer.architectures):
-            major, minor = answer.capability
-            yield Problem(
-                f"{gpu.name}, {answer.name}, has compute capability {major}.{minor}, and torch "
-                f"{machine.torch_version} has kernels for {', '.join(answer.architectures)} only",
-                f"install a build of torch with kernels for this GPU: {SELECTOR}",
-            )
     working = [gpu.device for gpu in gpus if gpu.outcome is Outcome.WORKS]
     failed = [gpu.name for gpu in gpus if gpu.outcome is not Outcome.WORKS]
     if failed and working:
@@ -283,7 +273,7 @@ REMEDIES = (
     ),
     (
         ("no kernel image is available",),
-        "this build of torch has no kernels for the GPU: install another build of torch",
+        f"this build of torch has no kernels for the GPU: install another one: {SELECTOR}",
     ),
     (
         ("busy or unavailable",),
@@ -322,31 +312,3 @@ REMEDIES = (
     ),
 )
 """Each: parts of the text of an error, and the remedy."""
-
-
-# Whether a build of torch has kernels for a GPU, by the rules of NVIDIA's compiler manual.
-#
-# An entry ``sm_XY`` is machine code for compute capability X.Y and later ones of the same X. One
-# that ends in ``a`` is for X.Y alone, and one that ends in ``f`` for X.Y and later ones, as
-# without it. ``compute_XY`` is code that the driver compiles for any GPU from X.Y on, except with
-# an ``a``.
-
-ENTRY = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
-
-
-def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """True if one of the entries fits. True as well where none are known."""
-    return not architectures or any(_fits(capability, entry) for entry in architectures)
-
-
-def _fits(capability: tuple[int, int], entry: str) -> bool:
-    match = ENTRY.fullmatch(entry)
-    if match is None:
-        return True  # a kind of entry that this module does not know speaks against nothing
-    kind, major, minor, ending = match.groups()
-    code = int(major), int(minor)
-    if ending == "a":
-        return capability == code
-    if kind == "compute" and not ending:
-        return capability >= code
-    return capability[0] == code[0] and capability >= code

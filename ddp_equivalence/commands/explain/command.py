@@ -104,8 +104,7 @@ def add(commands: Commands) -> None:
         "--verify",
         action="store_true",
         help="run the setup on ranks: check the gradient, and the weights after three steps with "
-        "the learning rate that keeps the length of a step; at another batch than the known one "
-        "also train a stand-in, which has one weight, with the other learning rates",
+        "the learning rate that keeps the length of a step",
     )
     parser.add_argument(
         "--full", action="store_true", help="also print how the answer follows, step by step"

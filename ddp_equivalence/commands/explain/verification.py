@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
-from math import isclose, sqrt
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,6 @@ from ddp_equivalence.case.models.model import (
 from ddp_equivalence.checking.check import check
 from ddp_equivalence.commands.explain.explanation import (
     Explanation,
-    LearningRates,
     LocalLoss,
     counts_of,
     explain,
@@ -125,8 +123,6 @@ def verify(explanation: Explanation) -> Verification:
                 "unknown": f"not judged, because {verdict.reason} {verdict.failure or ''}".strip(),
             }[verdict.outcome]
             comparisons.append(ComparedPrediction(what, found, verdict.outcome))
-    if explanation.learning_rates is not None:
-        comparisons += trained_stand_ins(setup, explanation.learning_rates)
     return Verification(setup, lane, scaled, tuple(comparisons), tuple(_not_run(explanation)))
 
 
@@ -196,11 +192,8 @@ def shares_by_example(predicted: Explanation) -> list[Fraction]:
 def _not_run(explanation: Explanation) -> Iterator[str]:
     """The parts of an explanation that are not run."""
     setup, rates = explanation.setup, explanation.learning_rates
-    if rates is not None and rates.scaling != 1 and not can_train(rates.scaling):
-        yield (
-            "the square-root and the linear learning rate (the stand-in trains with batches that "
-            f"differ up to {LARGEST_RATIO} times)"
-        )
+    if rates is not None and rates.scaling != 1:
+        yield "the square-root and the linear learning rate"
     if explanation.relative != 1:
         yield "weight decay and clipping"
     if setup.examples is not None:
@@ -387,83 +380,3 @@ class LossInside(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.model(inputs), targets).reshape(1)
-
-
-# Train a stand-in with the learning rates for another batch: one weight, several thousand times.
-#
-# The gradient of a batch is ``mean`` plus normal noise, whose standard deviation is 1 at the
-# known batch and falls with the root of the batch. All weights begin at 0, and read as many
-# examples with both batches. With SGD the mean gradient falls by a tenth of the weight's way.
-
-WEIGHTS = 4000
-FEWEST_STEPS = 400
-LARGEST_RATIO = 64
-"""The largest ratio of the two batches: the smaller one takes so many steps for each of the other.
-"""
-RATE = 1e-3
-"""The learning rate with the known batch. Others only scale the stand-in's way."""
-
-
-STAND_INS = {
-    "sgd": (("linear", "way", 1.0, 0.02), ("square_root", "variance", 1.0, 0.02)),
-    "adam": (
-        ("linear", "way", 50.0, 0.02),
-        ("square_root", "spread", 0.02, 0.05),
-        ("square_root", "way", 0.02, 0.2),  # Adam begins with means of few gradients
-    ),
-}
-"""A learning rate, what it keeps (the way of the weights in an epoch, their spread, or the variance
-of an update), the mean gradient, and by how much the two may differ.
-
-The errors of drawing are below 0.5 % for long ways and variances, 1 % for spreads, and 2 % for ways
-that are mostly noise. The gradient changes by less than 1 % within a large step."""
-
-
-def can_train(scaling: Fraction) -> bool:
-    """True if the stand-in trains with batches of this ratio."""
-    return scaling != 1 and Fraction(1, LARGEST_RATIO) <= scaling <= LARGEST_RATIO
-
-
-def trained_stand_ins(setup: Setup, rates: LearningRates) -> list[ComparedPrediction]:
-    """Whether the linear and the square-root rate keep what the explanation says, on a stand-in."""
-    if not can_train(rates.scaling):
-        return []
-    found = []
-    for name, kept, mean, limit in STAND_INS["adam" if setup.is_adam else "sgd"]:
-        by = float(getattr(rates, name)) / float(rates.same_step)
-        betas = rates.betas if name == "square_root" and rates.betas else setup.betas
-        known = _course(setup, rates.scaling, RATE, setup.betas, mean, False)
-        other = _course(setup, rates.scaling, RATE * by, betas, mean, True)
-        ratio = other[kept] / known[kept]
-        what = (
-            f"stand-in with the {name.replace('_', '-')} rate, whose mean gradient is {mean:g} x "
-            f"its noise: {kept}, relative to the known batch"
-        )
-        agrees = isclose(ratio, 1, abs_tol=limit)
-        outcome: Outcome = "same" if agrees else "different"
-        found.append(
-            ComparedPrediction(what, f"{ratio:.3f}, predicted 1 (up to {limit:.0%} off)", outcome)
-        )
-    return found
-
-
-def _course(
-    setup: Setup, scaling: Fraction, rate: float, betas: Any, mean: float, new: bool
-) -> dict[str, float]:
-    """Train on one epoch with the ``new`` batch, or with the known one, and measure the course."""
-    weights = nn.Parameter(torch.zeros(WEIGHTS, dtype=torch.double))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD([weights], lr=rate)
-    if setup.is_adam:
-        first, second = map(float, betas)
-        optimizer = torch.optim.Adam([weights], lr=rate, betas=(first, second), eps=0.0)
-    steps = round(FEWEST_STEPS * max(Fraction(1), 1 / scaling if new else scaling))
-    noise, slope = sqrt(1 / scaling) if new else 1.0, 0.0 if setup.is_adam else 0.1
-    generator, variances = torch.Generator().manual_seed(int(new)), 0.0
-    for _ in range(steps):
-        drawn = torch.randn(WEIGHTS, generator=generator, dtype=torch.double)
-        weights.grad = mean + slope * weights.detach() + noise * drawn
-        before = weights.detach().clone()
-        optimizer.step()
-        variances += float((weights.detach() - before).var())
-    end = weights.detach()
-    return {"way": float(end.mean()), "spread": float(end.std()), "variance": variances / steps}

@@ -13,22 +13,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Rank
-from ddp_equivalence.case.build import SubsetBuilder, as_text, parse, with_examples
+from ddp_equivalence.case import build
+from ddp_equivalence.case.build import SubsetBuilder, with_examples
+from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.case.shards import split
 from ddp_equivalence.commands import exploration
 from ddp_equivalence.commands.exploration import (
     OWN_LAYOUTS,
-    Draw,
     Judged,
     OwnCase,
     Search,
+    Space,
     Variation,
-    draw_different,
-    shrink,
 )
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import UserCheck
 from ddp_equivalence.strategies import catalogue, trial
-from tests.package.own_cases import EXAMPLES, loss, make_batch, own_case, right_step
+from tests.package.own_cases import EXAMPLES, make_batch, own_case, right_step
 
 FILE = """
 from tests.package.own_cases import own_case, right_step
@@ -60,7 +61,9 @@ def explored(step: Any, wanted: int, **given: Any) -> Search[Variation]:
 def drawn_of(step: Any, wanted: int, **options: Any) -> list[Variation]:
     given, fields = options.pop("given", {}), options.pop("fields", {})
     own = OwnCase(UserCheck(own_case(**fields), step, options), given)
-    return list(draw_different(own.variation, wanted, "0"))
+    drawn = list(own.space.draw(wanted, "0"))
+    assert len(drawn) == wanted
+    return drawn
 
 
 def outcomes(search: Search[Any]) -> set[str]:
@@ -79,21 +82,21 @@ def test_random_right_cases_are_called_the_same_and_differences_by_their_name(
     # Few enough to start their ranks in a moment.
     monkeypatch.setattr(exploration, "LAYOUTS", ("1x1", "1x2", "1x3", "2+1"))
     search = exploration.search_suite(right=30, wrong=10, seed=5)
-    assert [judged.repeat for judged in search.judged.values() if judged.kind] == []
+    assert [judged.repeat for judged in search.judged.values() if judged.wrong] == []
     by_outcome = [one.outcome for trial, one in search.judged.items() if trial.cause is None]
     assert by_outcome.count("same") >= 28
     known = [one.outcome for trial, one in search.judged.items() if trial.cause is not None]
     assert len(known) == 10
     assert set(known) == {"different"}
     assert {one.strategy for one in search.judged} == set(exploration.portable_strategies())
-    text = list(exploration.suite_report(search))
-    assert text[-1].startswith("30 random right cases: 0 false alarms; 10 random known differences")
+    start = "30 random right cases: 0 false alarms; 10 random known differences"
+    assert exploration.closing_line(search).startswith(start)
 
 
 def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     def names(seed: int) -> list[str]:
-        drawn = exploration.draw_trials(20, promised=True, seed=seed)
-        return [f"{name} {each} {each.case}" for name, trials in drawn.items() for each in trials]
+        drawn = exploration.random_trials("ddp_mean", promised=True).draw(20, f"{seed}")
+        return [f"{each} {each.case}" for each in drawn]
 
     before = names(1)
     assert len(set(before)) == len(before) == 20
@@ -101,37 +104,34 @@ def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     assert names(2) != before
 
 
-def test_a_value_is_shrunk_to_fewer_and_smaller_choices() -> None:
-    def numbers(draw: Draw) -> tuple[int, ...]:
-        return tuple(draw.integer(0, 999) for _ in range(draw.integer(1, 9)))
+def test_the_simplest_value_is_found_a_field_at_a_time() -> None:
+    def judge(value: tuple[int, int]) -> Judged:
+        return Judged("", "", "wrong" if max(value) >= 100 else "")
 
-    found = draw_different(numbers, 1, "0", lambda value: sum(value) > 700)
-    ((value, choices),) = found.items()
-    assert len(value) > 1
-    assert shrink(numbers, choices, lambda value: max(value) >= 100) == (100,)
+    space = Space((range(1000), range(1000)), lambda *value: value if value[1] > 3 else None)
+    assert space.smallest((400, 700), judge, "wrong") == (0, 100)
 
 
 def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_cause", lambda trial: None)  # as if all were promised
     monkeypatch.setattr(exploration, "portable_strategies", lambda: ("manual_all_reduce_sum",))
     search = exploration.search_suite(right=6, wrong=0, seed=0)
-    ((smallest, judged, report),) = search.smallest
+    ((smallest, judged),) = search.smallest
     case = smallest.case
     assert case.ranks.world_size == 2
     assert case.catalogue_examples <= 4
     assert (case.shards, case.seed, case.dtype) == ("equal", 0, torch.float64)
     assert (smallest.compare, smallest.steps) == ("gradients", 1)
-    assert "sum_not_mean" in report
-    text = "\n".join(exploration.suite_report(search))
-    assert f"Again: {judged.repeat}" in text
-    false_alarms = exploration.as_json(search)["false_alarms"]
-    assert false_alarms == sum(bool(one.kind) for one in search.judged.values()) > 0
-    assert f"6 random right cases: {false_alarms} false alarms" in text
+    assert "sum_not_mean" in judged.report
+    assert f"Again: {judged.repeat}" in "\n".join(search.report())
+    false_alarms = sum(bool(one.wrong) for one in search.judged.values())
+    assert false_alarms > 0
+    assert exploration.closing_line(search).startswith(
+        f"6 random right cases: {false_alarms} false alarms"
+    )
 
 
-def test_the_mean_of_means_is_found_though_equal_shards_pass_and_shrinks_to_three_examples() -> (
-    None
-):
+def test_the_mean_of_means_is_found_though_equal_shards_pass_and_shrinks_to_few_examples() -> None:
     search = explored(right_step, 16)
     equal = [
         judged
@@ -139,18 +139,18 @@ def test_the_mean_of_means_is_found_though_equal_shards_pass_and_shrinks_to_thre
         if variation.shards in ("equal", "interleaved")
     ]
     assert {judged.outcome for judged in equal} == {"same"}
-    ((smallest, judged, report),) = search.smallest
-    assert judged == Judged("different", "uneven_shards_weighted_equally", "different")
-    assert smallest in [Variation("1x2", of, 3, torch.float64, 0, 1) for of in ("1+2", "2+1")]
-    assert "uneven_shards_weighted_equally" in report
+    ((smallest, judged),) = search.smallest
+    assert (judged.outcome, judged.reason) == ("different", "uneven_shards_weighted_equally")
+    assert smallest == Variation("1x2", "uneven", 3, torch.float64, 0, 1)
+    assert "uneven_shards_weighted_equally" in judged.report
 
 
 def test_a_step_that_raises_on_an_empty_shard_only_is_found_by_that() -> None:
-    search = explored(refuses_an_empty_shard, 12, layout="1x2", seed=0, dtype=torch.float64)
-    ((smallest, judged, report),) = search.smallest
+    search = explored(refuses_an_empty_shard, 16, layout="1x2", seed=0, dtype=torch.float64)
+    ((smallest, judged),) = search.smallest
     assert (judged.outcome, judged.reason) == ("failed", "a rank failed: ValueError")
-    assert (smallest.shards, smallest.examples) == ("0+1", 1)
-    assert "nothing to train on" in report
+    assert (smallest.shards, smallest.examples) == ("empty", 1)
+    assert "nothing to train on" in judged.report
     assert "different" not in outcomes(search)
 
 
@@ -163,8 +163,8 @@ def test_a_right_step_is_right_in_all_variations() -> None:
 
 def test_what_the_caller_gives_is_held() -> None:
     given = {"shards": "2+1", "seed": 7, "dtype": torch.float32, "examples": (4, 0, 5)}
-    for one in drawn_of(right_step, 5, given=given):
-        assert (one.shards, one.seed, one.dtype, one.examples) == tuple(given.values())[:4]
+    for one in drawn_of(right_step, 2, given=given):
+        assert (one.shards, one.seed, one.dtype, one.examples) == tuple(given.values())
         assert one.layout in ("1x2", "2x1")
         assert one.steps == 1
 
@@ -180,12 +180,12 @@ def test_every_variation_deals_the_examples_that_it_takes() -> None:
     drawn = drawn_of(right_step, 200)
     assert {one.layout for one in drawn} == set(OWN_LAYOUTS)
     for one in drawn:
-        taken = one.examples if isinstance(one.examples, int) else len(one.examples or ())
+        assert isinstance(one.examples, int)
         assert isinstance(one.steps, int)
-        sizes = one.shards.split("+")
-        of_step = sum(map(int, sizes)) if len(sizes) > 1 else taken // one.steps
-        assert of_step * one.steps == taken
-        assert 1 <= taken <= EXAMPLES
+        assert one.examples % one.steps == 0
+        dealt = split(one.shards, one.examples // one.steps, parse(one.layout).world_size)
+        assert dealt.sizes.count(0) == (one.shards == "empty")
+        assert 1 <= one.examples <= EXAMPLES
 
 
 def test_the_line_of_the_smallest_case_repeats_it(
@@ -195,7 +195,7 @@ def test_the_line_of_the_smallest_case_repeats_it(
     assert main(["check", *arguments]) == 1
     report = capsys.readouterr().out.partition("The smallest case that is different")[2]
     line = report.partition("Again: ")[2].partition("More: ")[0].strip()
-    assert line.endswith("mine.py:right_step --layout 1x2 --shards 1+2 --examples 3 --seed 0")
+    assert line.endswith("mine.py:right_step --layout 1x2 --shards uneven --seed 0 --examples 3")
     assert main([*shlex.split(line)[1:], "--full"]) == 1
     again = capsys.readouterr().out
     assert "uneven_shards_weighted_equally" in again
@@ -203,23 +203,16 @@ def test_the_line_of_the_smallest_case_repeats_it(
     assert main(["check", f"{user_file}:global_mean", "--explore", "8", "--layout", "1x2"]) == 0
 
 
-def test_the_catalogue_makes_as_many_examples_as_are_asked_for() -> None:
+def test_examples_are_taken_by_number_or_by_position() -> None:
     one = catalogue.trials("ddp_mean")[0]
     assert with_examples(one.case, 4).examples == 4
     with pytest.raises(BadCase, match="the catalogue makes its own batch"):
         with_examples(one.case, (0, 1))
-
-
-@pytest.mark.parametrize("subset", [3, (0, 2, 1), (7,)])
-def test_a_subset_is_read_as_it_is_written(subset: int | tuple[int, ...]) -> None:
-    assert parse(as_text(subset)) == subset
-
-
-def test_selected_examples_are_those_of_the_batch() -> None:
+    read = [build.parse(text) for text in ("3", "0,2,1", "7,")]
+    assert read == [3, (0, 2, 1), (7,)]
     whole = make_batch(torch.Generator().manual_seed(3))
     some = SubsetBuilder(make_batch, (5, 0))(torch.Generator().manual_seed(3))
     assert torch.equal(some["rows"], whole["rows"][[5, 0]])
-    assert loss(own_case().model(), some).ndim == 0  # type: ignore[operator]
 
 
 def test_interrupted_the_search_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,5 +226,5 @@ def test_interrupted_the_search_keeps_what_it_has(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(exploration, "run_trial", interrupted)
     search = exploration.search_suite(right=20, wrong=0, seed=0)
-    assert (len(search.judged), search.stopped) == (3, "INTERRUPTED")
-    assert any("INTERRUPTED" in line for line in exploration.suite_report(search))
+    assert (len(search.judged), search.stopped) == (3, "interrupted")
+    assert any("interrupted" in line for line in search.report())

@@ -51,10 +51,8 @@ def found(
     number: int,
     outcome: Outcome = Outcome.WORKS,
     error: str = "",
-    capability: tuple[int, int] = (9, 0),
-    architectures: tuple[str, ...] = ("sm_75", "sm_90"),
 ) -> State:
     """A GPU that was asked for a product."""
-    answer = GpuAnswer("NVIDIA H100", f"{number}abc", capability, architectures, error)
+    answer = GpuAnswer("NVIDIA H100", f"{number}abc", error)
     known = None if outcome is Outcome.FAILED else answer
     return State(f"cuda:{number}", outcome, "text", error, str(number), known)
