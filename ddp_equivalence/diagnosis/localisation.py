@@ -62,17 +62,16 @@ class Localisation:
     "local gradients" if they are wrong but are reduced correctly; None if neither is certain.
     ``findings_by_module``: module -> the cause that fits on its parameters alone; None if a cause
     fits on all parameters. ``weight_multiples``: parameter -> c, where the difference is c times
-    the parameter itself. ``big_batch_loss``: the loss of the big batch, and ``mean_rank_loss`` the
-    mean of the ranks' losses; both are None if the loss of a rank is not known. ``whereabouts``:
-    where the difference is, with lines; None if it has a cause, or if there was no time. ``rows``:
-    which examples ranks read unequally often, as a sentence; "" if none, or if not known.
+    the parameter itself. ``big_batch_loss``: the loss of the big batch; None if the loss of a rank
+    is not known. ``whereabouts``: where the difference is, with lines; None if it has a cause, or
+    if there was no time. ``rows``: which examples ranks read unequally often, as a sentence; "" if
+    none, or if not known.
     """
 
     wrong_half: Half | None = None
     findings_by_module: Mapping[str, Finding] | None = None
     weight_multiples: Mapping[str, float] | None = None
     big_batch_loss: float | None = None
-    mean_rank_loss: float | None = None
     whereabouts: Whereabouts | None = None
     rows: str = ""
 
@@ -84,7 +83,6 @@ def localise(
 
     The costly parts are left out where the difference already has a cause.
     """
-    big_batch_loss, mean_rank_loss = _losses(view)
     multiples, by_module = None, None
     if not has_cause and view.setting.step == 0:
         multiples = multiples_of_weights(
@@ -102,8 +100,7 @@ def localise(
         wrong_half=wrong_half,
         findings_by_module=by_module,
         weight_multiples=multiples,
-        big_batch_loss=big_batch_loss,
-        mean_rank_loss=mean_rank_loss,
+        big_batch_loss=_big_batch_loss(view),
         whereabouts=None if has_cause else whereabouts_of(view, why_not_watched),
         rows=_rows(view),
     )
@@ -166,22 +163,16 @@ def _wrong_half(view: View) -> Half | None:
     return "reduction" if local_is_right and not reduction_is_right else None
 
 
-def _losses(view: View) -> tuple[float | None, float | None]:
-    """The loss of the big batch, and the mean of the ranks' losses."""
-    losses_of_ranks = []
-    for rank in view.observed.by_rank:
-        losses = [call.loss for call in view.observed.backwards(rank)]
-        if not losses or any(loss is None for loss in losses):
-            return None, None
-        losses_of_ranks.append(sum(loss for loss in losses if loss is not None))
-    if not losses_of_ranks:
-        return None, None
+def _big_batch_loss(view: View) -> float | None:
+    backwards = [view.observed.backwards(rank) for rank in view.observed.by_rank]
+    known = all(calls and all(one.loss is not None for one in calls) for calls in backwards)
+    if not backwards or not known:
+        return None
     try:
-        big_batch_loss = view.examples.big_batch_loss
+        return view.examples.big_batch_loss
     except OutOfTime:
         view.time.leave_out(LOSS)
-        return None, None
-    return big_batch_loss, sum(losses_of_ranks) / len(losses_of_ranks)
+        return None
 
 
 def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[str, Finding]]:

@@ -1,5 +1,5 @@
-"""The blocks that a report is made of, and the one renderer that prints them: whole, or cut so far
-that they fit on one screen.
+"""The blocks that a report is made of, and the one renderer that prints them: whole, or those of
+the screen cut so far that they fit on it.
 
 Where they do not fit, the table gives up rows first, then empty lines go, then texts are cut, then
 the code gives up lines.
@@ -42,8 +42,9 @@ class Shape:
     ``width``: of a screen. ``code``: lines of code. ``texts``: the lines that one text may take.
     ``line_notes``: those of the note on a line of code. ``fix``: those of the fix, which is cut
     last. ``rows``: of a table; 0 stands for words in its place. ``details``: also what belongs to
-    single rows of the table. ``notes``: the lines of all notes. ``gaps``: the empty lines between
-    the blocks: all three, without that above the fix, only that above the table, or none.
+    single rows of the table. ``listed``: the lines of a list. ``notes``: the lines of all notes.
+    ``gaps``: the empty lines between the blocks: all three, without that above the fix, only that
+    above the table, or none.
     """
 
     width: int = WIDEST_SCREEN
@@ -53,11 +54,20 @@ class Shape:
     fix: int = 2
     rows: int = MOST_ROWS
     details: bool = True
+    listed: int = 3
     notes: int = 3
     gaps: int = 3
 
 
-WHOLE = Shape(texts=EVERYTHING, fix=EVERYTHING, notes=EVERYTHING)
+WHOLE = Shape(
+    code=EVERYTHING,
+    texts=EVERYTHING,
+    line_notes=EVERYTHING,
+    fix=EVERYTHING,
+    rows=EVERYTHING,
+    listed=EVERYTHING,
+    notes=EVERYTHING,
+)
 
 
 class Item(Protocol):
@@ -69,20 +79,19 @@ class Item(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """``gap``: an empty line stands above it if the shape has so many gaps. ``on_screen``: it
-    belongs on the one screen of a difference, and is cut to fit there.
-    """
+    """``gap``: an empty line stands above it if the shape has so many gaps."""
 
     items: Sequence[Item | Line]
     gap: int = 1
-    on_screen: bool = False
 
 
-def printed(blocks: Sequence[Block]) -> list[Line]:
-    """The blocks on one screen, as far as they belong there, and all others whole."""
-    screen = _fitted([block for block in blocks if block.on_screen])
-    more = _in_shape([block for block in blocks if not block.on_screen], WHOLE)
-    return [*screen, Line(""), *more] if screen and more else [*screen, *more]
+def whole(blocks: Sequence[Block]) -> list[Line]:
+    """All that the blocks have to say."""
+    return _in_shape(blocks, replace(WHOLE, width=_width()))
+
+
+def _width() -> int:
+    return min(settings.current().width, WIDEST_SCREEN)
 
 
 def _in_shape(blocks: Sequence[Block], shape: Shape) -> list[Line]:
@@ -97,9 +106,9 @@ def _in_shape(blocks: Sequence[Block], shape: Shape) -> list[Line]:
     return lines
 
 
-def _fitted(blocks: Sequence[Block]) -> list[Line]:
+def fitted(blocks: Sequence[Block]) -> list[Line]:
     """At most 16 lines of 100 columns; a command may be longer than one."""
-    width = min(settings.current().width, WIDEST_SCREEN)
+    width = _width()
     lines: list[Line] = []
     heads = [item for block in blocks for item in block.items if isinstance(item, Headline)]
     for shape in _shapes(is_named=any(head.is_named for head in heads)):
@@ -155,6 +164,19 @@ class Sentences:
             styled = len(self.indent) + len(self.label.rstrip())
             lines[0] = replace(lines[0], style=Style.LABEL, styled=styled)
         return lines
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Texts of one line each, of which the first ones are shown, and how many more there are."""
+
+    texts: Sequence[str]
+
+    def lines(self, shape: Shape) -> list[Line]:
+        left_out = len(self.texts) - shape.listed
+        more = [f"... and {left_out} more"] if left_out > 0 else []
+        shown = (*self.texts[: shape.listed], *more)
+        return [Line(cut(f"  {text}", shape.width)) for text in shown]
 
 
 @dataclass(frozen=True)

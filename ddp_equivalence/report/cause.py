@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.draws import ON_A_GPU
 from ddp_equivalence.diagnosis.examples_read import short_numbers
-from ddp_equivalence.report.blocks import source_of
 from ddp_equivalence.report.text import (
     Line,
     labelled,
@@ -68,11 +67,8 @@ def cause_lines(verdict: Verdict) -> list[Line]:
         numbered = zip(ORDINALS, (one.sentence for one in causes), strict=False)
         all_of_them = " ".join(f"{ordinal}: {sentence}" for ordinal, sentence in numbered)
         sentence = f"There are {COUNTS[len(causes)]} causes. {all_of_them}"
-    besides = "" if best.besides is None else text_of(best.besides, ".4g")
     return [
         *paragraph(sentence, "  "),
-        *labelled("Namely: ", best.detail),
-        *labelled("Besides: ", besides and f"every gradient is multiplied by {besides}"),
         *labelled("Seen:    ", best.because),
         *labelled("Look at: ", "; and ".join(one.look_at for one in causes)),
         *_trial_lines(verdict),
@@ -83,7 +79,7 @@ def _without_a_cause(verdict: Verdict) -> list[Line]:
     """What is known about a difference that has no name."""
     localisation = verdict.localisation
     known = "; ".join(_known(verdict))
-    lines = [*_whereabouts(verdict), *labelled("What is known: ", known and f"{known}.")]
+    lines = labelled("What is known: ", known and f"{known}.")
     for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
         where = f"On the parameters of {module or 'the model itself'} alone"
         fits = "the cause is" if finding.because else "the numbers, and nothing that was seen, fit"
@@ -96,21 +92,6 @@ def _without_a_cause(verdict: Verdict) -> list[Line]:
         half = HALVES[localisation.wrong_half]
         lines += labelled("Look at: ", f"{half}{STATISTICS if no_sum else ''}")
     return lines
-
-
-def _whereabouts(verdict: Verdict) -> list[Line]:
-    """Where the difference is, and the lines that show it."""
-    found = verdict.localisation.whereabouts
-    if found is None:
-        return []
-    sentences = (found.beside_one_rank, found.marks, found.sentence)
-    lines = paragraph(" ".join(filter(None, sentences)), "  ")
-    for one in found.lines:
-        place = f"{'> ' if one.is_fault else ''}{_place(one.line.file, one.line.number)}"
-        lines += labelled(f"{place}: ", source_of(one.line) or one.line.function)
-        lines += paragraph(one.note, "    ")
-        lines += paragraph(one.missing and f"Missing after it: {one.missing}", "    ")
-    return [*lines, *labelled("Fix: ", found.fix)]
 
 
 def _place(file: str, number: int) -> str:
@@ -330,36 +311,35 @@ def where_it_lies(verdict: Verdict) -> Iterator[str]:
         yield f"{error}: look at weight decay and penalties."
 
 
-# On the screen: what is not as a reader expects it.
+# What a reader must know beside the cause and the numbers.
 
 MOST_EXAMPLES = 8
 """So many examples of one step are listed."""
 
 
 def notes(verdict: Verdict) -> Iterator[str]:
-    """All that a reader must know beside the cause, each as a sentence or two."""
+    """Each as a sentence or more, of which the first says most."""
+    differs = verdict.outcome == "different"
     if verdict.asked.planted:
         yield f"The fault {verdict.asked.planted} was planted on purpose."
-    yield from training_notes(verdict)
-    if verdict.repeated is False:
-        yield "The same step left other bits when it ran again: a race, or an unseeded generator."
-    yield random_number_text(verdict)
-    if verdict.again.float32_at:
-        yield f"Off by float32's rounding; the step computes in float32: {verdict.again.float32_at}"
-    if verdict.why_not_float64:
-        yield "The loss cannot be computed in float64, so the big batch was not, either."
-    if verdict.again.masks_unpredictable:
-        again = verdict.again.without_dropout
-        yield f"Without dropout: {'not judged' if again is None else again.outcome}."
-    if fresh := fresh_ranks_text(verdict):
-        yield f"{FRESH_RANKS}{fresh}"
-    if not verdict.observed and verdict.why_not_watched and not verdict.repairs.found:
+    if verdict.outcome != "unknown":
+        yield from training_notes(verdict)
+        if verdict.repeated is False:
+            other = "The same step left other bits when it ran again"
+            yield f"{other}: a race, or an unseeded generator."
+        yield random_number_text(verdict)
+        yield _without_dropout_text(verdict)
+    yield " ".join(_precision_sentences(verdict))
+    yield fresh_ranks_text(verdict)
+    if differs and not verdict.observed and verdict.why_not_watched and not verdict.repairs.found:
         yield f"No lines of code are known, because {verdict.why_not_watched}."
-    if verdict.not_tried and verdict.analysis is not None:
-        left = verdict.not_tried[0] + (" and more" if verdict.not_tried[1:] else "")
-        yield f"The deadline of {verdict.analysis.time.deadline:g} s left no time for {left}."
-    if any(text.strip() for text in verdict.output.values()):
-        yield "The ranks printed something, which the whole report shows."
+    if verdict.outcome != "unknown" and verdict.not_tried and verdict.analysis is not None:
+        yield (
+            f"{'Explained only in part' if differs else 'Not computed'}: the deadline of "
+            f"{verdict.analysis.time.deadline:g} s left no time for: "
+            f"{', '.join(verdict.not_tried)}. The verdict itself does not depend on this. A longer "
+            "deadline gives the rest."
+        )
 
 
 def training_notes(verdict: Verdict) -> Iterator[str]:
@@ -387,34 +367,7 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         yield "Compared with your optimizer= and clip=: are they those of the step?"
 
 
-# What random numbers, precision, masks, the deadline and used ranks have to do with the verdict.
-
-
-def beside_lines(verdict: Verdict) -> list[Line]:
-    """All of it for the whole report; nothing of what does not concern this verdict."""
-    precision = paragraph(" ".join(_precision_sentences(verdict)), "  ")
-    fresh = labelled(FRESH_RANKS, fresh_ranks_text(verdict))
-    if verdict.outcome == "unknown":
-        return [*precision, *fresh]
-    drawn = random_number_text(verdict)
-    random = labelled("Random numbers: ", drawn[:1].lower() + drawn[1:])
-    dropout = labelled("Without dropout: ", _without_dropout_text(verdict))
-    if verdict.outcome == "different":
-        return [*dropout, *random, *precision, *fresh, *_not_tried_lines(verdict)]
-    training = [line for text in training_notes(verdict) for line in paragraph(text, "  ")]
-    return [*random, *dropout, *training, *precision, *fresh, *_not_tried_lines(verdict)]
-
-
-def _not_tried_lines(verdict: Verdict) -> list[Line]:
-    """The parts that the deadline left no time for. The verdict does not depend on it."""
-    if not verdict.not_tried or verdict.analysis is None:
-        return []
-    return labelled(
-        "Explained only in part: " if verdict.outcome == "different" else "Not computed: ",
-        f"the deadline of {verdict.analysis.time.deadline:g} s left no time for: "
-        f"{', '.join(verdict.not_tried)}. The verdict itself does not depend on this. A longer "
-        "deadline gives the rest.",
-    )
+# What random numbers, precision, masks and used ranks have to do with the verdict.
 
 
 def random_number_text(verdict: Verdict) -> str:
@@ -521,31 +474,26 @@ def _without_dropout_text(verdict: Verdict) -> str:
     again = verdict.again.without_dropout
     if verdict.outcome == "same":
         why = "the big batch could not be given the masks of the ranks"
-        return f"this is how the step was compared, since {why}"
+        return f"Without dropout: this is how the step was compared, since {why}."
     if again is None:
         return (
-            f"the step was not judged, because it may not run again here; {ON_A_GPU}, so the masks "
-            "alone make a difference, and nothing is known of other causes"
+            f"Without dropout: the step was not judged, because it may not run again here; "
+            f"{ON_A_GPU}, so the masks alone make a difference, and nothing is known of other "
+            "causes."
         )
-    text = f"{again.outcome}{_numbers_of(again)}"
+    text = f"Without dropout: {again.outcome}{_numbers_of(again)}"
     if again.outcome == "different":
         none = "no known cause fits, so the masks are not the only cause"
-        return f"{text}: {' and '.join(again.causes) or none}"
-    return f"{text}: {again.reason}" if again.outcome == "unknown" else text
-
-
-FRESH_RANKS = "Fresh ranks: "
+        return f"{text}: {' and '.join(again.causes) or none}."
+    return f"{text}: {again.reason}." if again.outcome == "unknown" else f"{text}."
 
 
 def fresh_ranks_text(verdict: Verdict) -> str:
     """What came out on ranks that had run earlier checks, beside new ones; "" without both."""
-    if verdict.again.on_used_ranks is None:
+    used, again = verdict.again.on_used_ranks, "ranks that had already run earlier checks"
+    if used is None:
         return ""
     kept = f"where {', '.join(verdict.again.libraries_kept)} may have kept state."
-    if verdict.again.on_used_ranks == verdict.outcome:
-        ranks = "them as well as on ranks that had already run earlier checks"
-        return f"{verdict.outcome} on {ranks}, {kept}"
-    return (
-        f"{verdict.outcome} on them, which counts; {verdict.again.on_used_ranks} on ranks that had "
-        f"already run earlier checks, {kept}"
-    )
+    if used == verdict.outcome:
+        return f"Fresh ranks: {used} on them as well as on {again}, {kept}"
+    return f"Fresh ranks: {verdict.outcome} on them, which counts; {used} on {again}, {kept}"

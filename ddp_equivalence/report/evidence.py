@@ -43,7 +43,6 @@ def evidence_lines(verdict: Verdict) -> list[Line]:
     lines = [
         *labelled("Evidence: ", "; ".join(_evidence(verdict))),
         *labelled("Watched second run: ", "; ".join(_watched_run(verdict))),
-        *labelled("Planted:  ", verdict.asked.planted and f"{verdict.asked.planted}, on purpose"),
         *labelled("Case:     ", "" if verdict.asked.of_script else str(verdict.case)),
     ]
     if verdict.outcome == "different" and verdict.asked.of_script:
@@ -182,10 +181,6 @@ def _collectives(verdict: Verdict) -> Iterator[str]:
 
 # What was seen while a step that differs ran once more.
 
-SAME_LOSS = 1e-4
-"""Losses that agree to four digits are called equal."""
-
-MOST_LOSSES = 4
 MOST_RANKS = 8
 MOST_CALLS = 3
 
@@ -205,7 +200,6 @@ def _watched_run(verdict: Verdict) -> Iterator[str]:
         yield from map(_wrapper, wrappers_by_rank[0])
     elif not verdict.lane.drives_all_gpus and verdict.lane.name != "emulated":
         yield "no DistributedDataParallel"
-    yield from _losses(verdict)
     yield from _calls(verdict, "gradients were clipped", Kind.CLIP, "clipping")
     yield from _calls(verdict, "optimizer steps", Kind.OPTIMIZER_STEP, "an optimizer")
     groups = ranks_by((rank, seen.buffers) for rank, seen in observed.items()).values()
@@ -284,34 +278,6 @@ def _wrapper(wrapper: Wrapper) -> str:
         "static graph" if logged.get("static_graph") else "",
     ]
     return f"DistributedDataParallel: {', '.join(filter(None, texts))}"
-
-
-def _losses(verdict: Verdict) -> Iterator[str]:
-    """The losses at which backward began, on every rank, beside the big batch's."""
-    losses = {
-        rank: [backward.loss for backward in seen.backwards]
-        for rank, seen in verdict.observed.items()
-    }
-    all_losses = [loss for of_rank in losses.values() for loss in of_rank]
-    if not all_losses or None in all_losses:
-        return
-    texts = {
-        rank: " ".join(text_of(loss or 0.0, ".4g") for loss in of_rank[:MOST_LOSSES])
-        + (" ..." if len(of_rank) > MOST_LOSSES else "")
-        for rank, of_rank in losses.items()
-    }
-    if len(set(texts.values())) == 1 and len(texts) > 1:
-        text = f"backward began at a loss of {texts.popitem()[1]} on every rank"
-    else:
-        text = f"backward began at these losses: {_of_ranks(texts)}"
-    whole, mean = verdict.localisation.big_batch_loss, verdict.localisation.mean_rank_loss
-    if whole is None or mean is None:
-        yield text
-    elif abs(whole - mean) <= SAME_LOSS * abs(whole):
-        yield f"{text} (the mean over the ranks is the big batch's loss)"
-    else:
-        numbers = f"is {text_of(mean, '.4g')}, the big batch's loss is {text_of(whole, '.4g')}"
-        yield f"{text} (the mean over the ranks {numbers})"
 
 
 def _of_ranks(texts: Mapping[int, str]) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from math import isfinite, isnan, prod
+from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
-from ddp_equivalence.report.blocks import Item
+from ddp_equivalence.report.blocks import Item, Listed
 from ddp_equivalence.report.shares import (
     ShareTable,
     all_are_right,
@@ -29,7 +29,6 @@ from ddp_equivalence.report.text import (
     paragraph,
     plural,
     range_of_ranks,
-    rank_names,
     ranks_by,
     ratio_text,
     shortened,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 OF_ONE_RANK = re.compile(r"rank (?P<rank>\d+): (?P<what>.*)", re.DOTALL)
 
-MOST_STRUCTURE = 3
 MOST_GROUPS = 4
 WIDEST = 100
 
@@ -64,9 +62,7 @@ def held(verdict: Verdict) -> list[Item | Line]:
     assert comparison is not None
     width = min(settings.current().width, WIDEST)
     if comparison.structure:
-        texts = _structure(comparison)
-        more = [f"... and {len(texts) - MOST_STRUCTURE} more"] if texts[MOST_STRUCTURE:] else []
-        return [Line(cut(f"  {text}", width)) for text in (*texts[:MOST_STRUCTURE], *more)]
+        return [Listed(_structure(comparison))]
     if not comparison.differing:
         return [Line(cut(f"  {text}", width)) for text in _only_bits(comparison)]
     words = [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
@@ -226,61 +222,20 @@ def how_many_differ(verdict: Verdict, left_out: int = 0) -> str:
     return f"{text} error {text_of(off, '.2g')}, limit {text_of(limit, '.2g')}{where}."
 
 
-# The argument of the whole report: what the big batch's gradient is, and which multiple of it the
-# ranks hold. Its lines begin with Let, Then, With, But. The last says what the losses divide by.
-
-NO_MULTIPLE = 0.01
-"""A rank holds no multiple of g if the nearest multiple leaves more than this unexplained."""
-
-NOT_NEAR = 0.5
-"""If the nearest multiple leaves more than this, it says nothing."""
-
-ROUNDING = 1e-7
-"""An unexplained part below this is rounding: it is computed as a difference of two squares."""
+# What was asked: the big batch, what every rank should hold, and what the losses divide by.
 
 
-def expected_and_held_lines(verdict: Verdict) -> list[Line]:
-    """The lines Let, Then, With (for updates), But, and whose mean it is."""
-    comparison, layout = verdict.comparison, verdict.case.ranks
-    assert comparison is not None
+def asked_lines(verdict: Verdict) -> list[Line]:
+    """The big batch and the ranks, the promise of a strategy, and whose mean the loss is."""
+    layout = verdict.case.ranks
     nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes (simulated on one host)"
-    quantity = "gradient of" if verdict.asked.compare == "gradients" else "update of the weights by"
     examples = " + ".join(map(str, verdict.examples))
-    argument = [
-        (
-            "Let",
-            f"g = {quantity} the big batch, {examples} examples; "
-            f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}",
-        )
+    ranks = f"{layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}"
+    return [
+        *labelled("Compared:  ", f"the big batch, {examples} examples, and {ranks}"),
+        *labelled("Promise:   ", verdict.asked.promise),
+        *_divisors_lines(verdict),
     ]
-    multiples = ranks_by((rank, _multiple_held(comparison, rank)) for rank in comparison.ranks)
-    for text, ranks in multiples.items():
-        argument.append(("Then", f"{holders(ranks, len(comparison.ranks), rank_names)} {text}"))
-    if verdict.asked.compare == "update":
-        steps, lr = len(verdict.examples), verdict.asked.training.lr
-        sgd = f"plain SGD, learning rate {lr:g}, {steps} {plural(steps, 'step')}"
-        argument.append(("With", f"{sgd}: is that what the step does?"))
-    argument.append(("But", verdict.asked.promise or "every rank should hold 1 g"))
-    lines = [
-        line for word, text in argument for line in paragraph(f"{word:<7}{text}", "  ", hang=9)
-    ]
-    return [*lines, *_divisors_lines(verdict)]
-
-
-def _multiple_held(comparison: Comparison, rank: int) -> str | None:
-    """The multiple k g that is nearest to what the rank holds; None if g is zero."""
-    factor, unexplained, _ = _nearest(comparison, rank)
-    if unexplained == float("inf"):
-        return None
-    if isnan(factor):
-        return "NaN: not a number"
-    if unexplained > NOT_NEAR:
-        return "no multiple of g, and nothing near one"
-    rest = f"{text_of(unexplained, '.2g')} of the norm"
-    if unexplained > NO_MULTIPLE:
-        return f"no multiple of g (nearest: {text_of(factor, '.2f')} g, {rest} unexplained)"
-    rest = "nothing" if unexplained < ROUNDING else rest
-    return f"{ratio_text(factor)} g   (unexplained: {rest})"
 
 
 def _divisors_lines(verdict: Verdict) -> list[Line]:
@@ -329,35 +284,20 @@ NUMBER_COLUMNS = 48
 """Columns that the numbers of a row and its indent take."""
 
 
-def structure_lines(verdict: Verdict) -> list[Line]:
-    """Names, shapes and types that are not those of the big batch, and ranks that disagree."""
-    comparison = verdict.comparison
-    assert comparison is not None
-    lines = [Line(f"    {text}") for text in comparison.structure[:MOST_PARAMETERS]]
-    more = len(comparison.structure) - len(lines)
-    if more > 0:
-        lines.append(Line(f"    ... and {more} more"))
-    disagreeing = [one.name for one in comparison.parameters if not one.ranks_agree]
-    if disagreeing:
-        lines += paragraph(
-            f"the ranks do not agree bit for bit on {len(disagreeing)} of "
-            f"{len(comparison.parameters)} parameters: {listed(disagreeing, MOST_DISAGREEING)}",
-            "    ",
-        )
-    return [Line("  Structure", Style.LABEL), *lines] if lines else []
-
-
 def parameters_lines(verdict: Verdict) -> list[Line]:
     """The table of the parameters that differ, worst first, and the names of those that are right.
 
-    It is empty if no parameter differs.
+    If no parameter differs, only those on which the ranks do not agree are named.
     """
     comparison = verdict.comparison
     assert comparison is not None
-    differing = comparison.differing
+    differing, parameters = comparison.differing, comparison.parameters
+    apart = [one.name for one in parameters if not one.ranks_agree]
+    disagree = f"{len(apart)} of {len(parameters)} parameters: {listed(apart, MOST_DISAGREEING)}"
+    bits = labelled("Ranks do not agree bit for bit on ", disagree if apart else "")
     if not differing:
-        return []
-    title = f"Parameters that differ: {len(differing)} of {len(comparison.parameters)}"
+        return bits
+    title = f"Parameters that differ: {len(differing)} of {len(parameters)}"
     shown = differing[:MOST_PARAMETERS]
     names = [f"{parameter.name}  {parameter.shape}" for parameter in shown]
     width = min(max(map(len, [title, *names])), settings.current().width - NUMBER_COLUMNS)
@@ -372,12 +312,12 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
     if len(differing) > len(shown):
         more = len(differing) - len(shown)
         lines.append(Line(f"    ... and {more} more (the worst are shown)"))
-    right = [one.name for one in comparison.parameters if one.same and one.ranks_agree]
+    right = [one.name for one in parameters if one.same and one.ranks_agree]
     if right:  # often they tell where the difference comes from
         in_all = f" ({len(right)} in all)" if len(right) > MOST_RIGHT else ""
         lines += paragraph(f"right: {listed(right, MOST_RIGHT)}{in_all}", "    ")
     reasons = Counter(parameter.limit.reason for parameter in differing)
-    return [*lines, Line(f"    limit: {'; '.join(reasons)}")]
+    return [*lines, Line(f"    limit: {'; '.join(reasons)}"), *bits]
 
 
 def _numbers(parameter: ParameterComparison) -> str:

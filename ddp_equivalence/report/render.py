@@ -28,11 +28,11 @@ from ddp_equivalence.report.blocks import (
     Item,
     Notes,
     Sentences,
+    fitted,
     place_name,
-    printed,
+    whole,
 )
 from ddp_equivalence.report.cause import (
-    beside_lines,
     cause_lines,
     how_sure,
     notes,
@@ -42,11 +42,10 @@ from ddp_equivalence.report.cause import (
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.failure import failure_blocks
 from ddp_equivalence.report.numbers import (
-    expected_and_held_lines,
+    asked_lines,
     held,
     how_many_differ,
     parameters_lines,
-    structure_lines,
 )
 from ddp_equivalence.report.shares import shares_lines
 from ddp_equivalence.report.text import Line, Style, ended, paragraph, rank_names, ranks_by
@@ -72,16 +71,16 @@ def render_full(verdict: Verdict) -> str:
 def report_lines(verdict: Verdict) -> list[Line]:
     """The report, line by line: of a difference one screen, unless the run asks for everything."""
     if verdict.outcome == "different" and not settings.current().full_report:
-        return printed(_screen(verdict))
+        return fitted(_screen(verdict, is_whole=False))
     return full_lines(verdict)
 
 
 def full_lines(verdict: Verdict) -> list[Line]:
-    """All that is known, line by line. Of a difference, the screen comes first."""
+    """All that is known, line by line. Of a difference, that of the screen comes first."""
     if verdict.outcome == "different":
-        return printed([*_screen(verdict), *map(Block, _different(verdict))])
+        return whole([*_screen(verdict, is_whole=True), *map(Block, _different(verdict))])
     blocks = _same(verdict) if verdict.outcome == "same" else _unknown(verdict)
-    return printed(list(map(Block, blocks)))
+    return whole(list(map(Block, blocks)))
 
 
 # The blocks of the whole report.
@@ -101,18 +100,18 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     if nearest is not None:
         numbers += f"  nearest known fault {text_of(nearest.distance, '.1e')}"
         reason += f"; nearest fault: {nearest.cause}"
-    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *beside_lines(verdict)]
+    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *_notes_lines(verdict)]
     yield evidence_lines(verdict)
 
 
 def _different(verdict: Verdict) -> Iterator[list[Line]]:
+    """What does not stand on the screen."""
     names = " and ".join(verdict.causes) or "no known cause fits"
     if not verdict.causes and not verdict.tried_every_cause:
         names = NOT_ALL_TRIED
     yield [Line(f"{verdict.subject} is not {_other_side(verdict)}: {names}", Style.BAD)]
-    yield [*cause_lines(verdict), *beside_lines(verdict)]
-    yield expected_and_held_lines(verdict)
-    yield structure_lines(verdict)
+    yield cause_lines(verdict)
+    yield asked_lines(verdict)
     yield shares_lines(verdict)
     yield parameters_lines(verdict)
     yield [*other_causes_lines(verdict), *evidence_lines(verdict)]
@@ -125,17 +124,21 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
         yield from failure_blocks(
             verdict.failure, verdict.reason, verdict.second_look, verdict.lane
         )
-        yield beside_lines(verdict)
+        yield _notes_lines(verdict)
         yield _output_lines(verdict)
     else:
         yield [
             *paragraph(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
             Line("  Nothing was shown, which is not a pass."),
-            *beside_lines(verdict),
+            *_notes_lines(verdict),
         ]
         if verdict.comparison is not None and verdict.comparison.parameters:
             yield [Line(f"  {_error_text(verdict)}")]
     yield evidence_lines(verdict)
+
+
+def _notes_lines(verdict: Verdict) -> list[Line]:
+    return [line for note in notes(verdict) for line in paragraph(note, "  ")]
 
 
 def _error_text(verdict: Verdict) -> str:
@@ -160,24 +163,26 @@ def _output_lines(verdict: Verdict) -> list[Line]:
 # The blocks of the screen.
 
 
-def _screen(verdict: Verdict) -> list[Block]:
-    code = {most: pointed_lines(verdict, most) for most in range(1, MOST_LINES + 1)}
+def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     counts = how_many_differ(verdict)
     sure = [text for text in (how_sure(verdict), counts) if text]
-    more = f"More: {settings.current().full_report_with}"
-    again = [f"Again: {verdict.repeat}", more] if verdict.repeat else [more]
+    beside = list(notes(verdict))
+    if not is_whole and any(text.strip() for text in verdict.output.values()):
+        beside.append("The ranks printed something, which the whole report shows.")
+    again = [f"Again: {verdict.repeat}"] if verdict.repeat else []
+    more = [] if is_whole else [f"More: {settings.current().full_report_with}"]
     end: list[Item] = [
         *(Sentences(ended(fix), "Fix: ", "fix") for fix in _fixes(verdict)),
         FirstThatFits(sure, partial(how_many_differ, verdict) if counts else None),
-        Notes(list(notes(verdict))),
-        Commands(again),
+        Notes(beside),
+        Commands([*again, *more]),
     ]
     where = [Sentences(text) for text in (*_details(verdict), *where_it_lies(verdict))]
     return [
-        Block([_headline(verdict)], on_screen=True),
-        Block([*where, Code(code.__getitem__)], gap=2, on_screen=True),
-        Block(held(verdict), gap=1, on_screen=True),
-        Block(end, gap=3, on_screen=True),
+        Block([_headline(verdict)]),
+        Block([*where, Code(partial(pointed_lines, verdict))], gap=2),
+        Block(held(verdict), gap=1),
+        Block(end, gap=3),
     ]
 
 

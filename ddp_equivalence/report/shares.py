@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.text import (
     Line,
-    Style,
     cut,
     labelled,
     listed,
-    paragraph,
     plural,
     range_of_ranks,
-    rank_names,
     ranks_by,
     shortened,
-    wrapped,
 )
 
 if TYPE_CHECKING:
@@ -267,96 +263,21 @@ def _exceptions(row: Cells, means: set[str]) -> str:
     return f"{plural(count, 'example')} {'; '.join(texts)}; all others 1.00"
 
 
-# All shares, for the whole report.
-
-MOST_RANKS = 8
-MOST_EXAMPLES = 12
+# How the shares were found, for the whole report.
 
 
 def shares_lines(verdict: Verdict) -> list[Line]:
-    """The table of all ranks, and what is known of micro-batches and examples; or why not."""
+    """The conditions of the fit, or why there are no shares."""
     shares = verdict.shares
     if shares is None:
         why = verdict.why_no_shares
         return labelled("No shares of examples: ", why.reason if why else "")
-    of = f" of {listed(shares.only, MOST_NAMES)}" if shares.only else ""
-    title = f"Share of each rank's examples in the result{of} (1.00 = as often as in the big batch)"
-    return [
-        *(Line(line, Style.LABEL) for line in wrapped(title, "  ")),
-        *_whole_table(verdict, shares),
-        *_micro_batches(shares),
-        *_examples(shares),
-        *_conditions(shares),
-    ]
-
-
-def _whole_table(verdict: Verdict, shares: Shares) -> Iterator[Line]:
-    def row_of(name: str, cells: Sequence[str], note: str = "") -> Line:
-        return Line(f"    {name:<22}{''.join(f'{cell:>9}' for cell in cells)}{note}")
-
-    layout = verdict.case.ranks
-    ranks = range(min(layout.world_size, MOST_RANKS))
-    nodes = [layout.rows[rank].node for rank in ranks]
-    firsts = [rank == 0 or node != nodes[rank - 1] for rank, node in enumerate(nodes)]
-    yield row_of("", [f"node {n}" if first else "" for n, first in zip(nodes, firsts, strict=True)])
-    yield row_of("", [f"rank {rank}" for rank in ranks])
-    yield row_of("expected", ["1.00" for _ in ranks])
-    held = ((rank, _row_texts(row[: len(ranks)], shares)) for rank, row in shares.by_rank.items())
-    for cells, held_by in ranks_by(held).items():
-        if len(held_by) == len(shares.by_rank):
-            yield row_of("measured", cells, "     same on all ranks" if len(held_by) > 1 else "")
-        else:
-            yield row_of(f"measured, {rank_names(held_by)}", cells)
-    if layout.world_size > MOST_RANKS:
-        yield Line(f"    (the first {MOST_RANKS} of {layout.world_size} ranks)")
-
-
-def _micro_batches(shares: Shares) -> Iterator[Line]:
-    """The shares of every rank's micro-batches, where those of one rank do not count alike."""
-    by_micro_batch = shares.by_micro_batch or {}
-    if not any(_differ(row) for rows in by_micro_batch.values() for row in rows):
-        return
-    yield Line("    by micro-batch, in the order in which they ran")
-
-    def text_of_rows(rows: Sequence[ShareRow]) -> str:
-        texts = (f"rank {n}: {' '.join(map(share_text, row))}" for n, row in enumerate(rows))
-        return "   ".join(texts)
-
-    shown = list(by_micro_batch.items())[:MOST_RANKS]
-    for text, ranks in ranks_by((rank, text_of_rows(rows)) for rank, rows in shown).items():
-        of_some = "" if len(ranks) == len(by_micro_batch) else f" {rank_names(ranks)}"
-        yield from paragraph(f"measured{of_some}:  {text}", "      ")
-
-
-def _differ(row: ShareRow) -> bool:
-    known = [share for share in row if share is not None]
-    return bool(known) and max(known) - min(known) > OFF
-
-
-def _examples(shares: Shares) -> Iterator[Line]:
-    """Single examples whose share is not 1.00, if these are the exceptions."""
-    by_example = shares.by_example or {}
-    everyone = len({tuple(map(share_text, row)) for row in by_example.values()}) == 1
-    for rank, row in list(by_example.items())[: 1 if everyone else MOST_RANKS]:
-        wrong = [
-            f"{index}: {share_text(share)}"
-            for index, share in enumerate(row)
-            if share is not None and abs(share - 1) > OFF
-        ]
-        # Of none that is wrong there is nothing to say, and of many a list says little.
-        if wrong and len(wrong) <= MOST_EXAMPLES and 2 * len(wrong) <= len(row):
-            where = "" if everyone else f" on rank {rank}"
-            word = plural(len(wrong), "example")
-            yield from paragraph(f"{word}{where} {', '.join(wrong)}; all others 1.00", "    ")
-
-
-def _conditions(shares: Shares) -> list[Line]:
     unexplained = max(shares.unexplained.values())
     rest = "nothing" if unexplained < ROUNDING else f"{text_of(unexplained, '.2g')} of the norm"
     text = (
-        f"fit of the {shares.pieces}' gradients on {shares.elements} elements; "
+        f"a fit of the {shares.pieces}' gradients on {shares.elements} elements; "
         f"condition number {text_of(shares.condition, '.3g')}; unexplained: {rest}"
     )
     if shares.why_not_examples:
         text += f" (not fitted by example, because {shares.why_not_examples})"
-    return paragraph(text, "    ")
+    return labelled("Shares: ", text)

@@ -88,10 +88,10 @@ def scaled_after_the_fact(model: nn.Module, shard: Any, rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("step", "cause", "says"),
     [
-        (summed, "sum_not_mean", "every rank holds 2.000 g"),
-        (scaled_after_the_fact, "averaged_twice", "every rank holds 0.500 g"),
-        (raw_module_called, "raw_module_called", "measured, rank 0           2.00     0.00"),
-        (zeroed_on_rank_1, None, "rank 1 holds 0.000 g"),
+        (summed, "sum_not_mean", "every rank holds 2.00 2.00"),
+        (scaled_after_the_fact, "averaged_twice", "every rank holds 0.50 0.50"),
+        (raw_module_called, "raw_module_called", "rank 0 holds 2.00 0.00"),
+        (zeroed_on_rank_1, None, "rank 1 holds 0.00 0.00"),
         (one_parameter_missing, None, "rank 0: 2.bias is missing"),
         (nothing_on_rank_1, None, "rank 1: 0.weight is None, expected (7, 5) float64"),
         (one_bit_apart, "ranks_differ_by_rounding", "the ranks round differently"),
@@ -104,7 +104,7 @@ def test_a_broken_step_is_different_and_the_report_says_how(
     with pytest.raises(NotEquivalent) as caught:
         assert_equivalent(own_case(), step)
     assert caught.value.verdict.cause == cause
-    assert says in str(caught.value)
+    assert says in " ".join(str(caught.value).split())
 
 
 def test_a_step_that_leaves_no_gradient_is_no_pass() -> None:
