@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME, YELLOW
 from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of, require_writable_folder
-from ddp_equivalence.commands.record import asked, part_of_suite
+from ddp_equivalence.commands.record import add_checks, asked, part_of_suite
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 from ddp_equivalence.gate.record import standard_name
 from ddp_equivalence.report.text import painted, plural
@@ -60,12 +60,8 @@ def add(commands: Commands) -> None:
         metavar="NAME==FIRST..LAST",
         help="find the release between these two that changed a verdict",
     )
-    parser.add_argument("paths", metavar="PATH", nargs="*", help="your own checks, as for `record`")
-    parser.add_argument(
-        "--observe", action="append", default=[], metavar="COMMAND", help="as for `record`"
-    )
+    add_checks(parser)
     parser.add_argument("--suite", action="store_true", help="run the suite as well")
-    parser.add_argument("--all", action="store_true", help="with --suite, as for `record`")
     parser.add_argument(
         "--out",
         type=Path,
@@ -86,12 +82,7 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="a file with what your checks need beside torch, as for pip",
     )
-    parser.add_argument(
-        "--keep-environments", type=Path, metavar="DIR", help="make them here, and keep them"
-    )
     parser.add_argument("--policy", type=Path, metavar="FILE", help="as for `gate`")
-    parser.add_argument("-n", default="0", metavar="N", help="as for `record`")
-    parser.add_argument("-k", default="", metavar="WORDS", help="as for `record`")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -211,7 +202,6 @@ def make_environment(
 
     ``on_top``: it sees what this environment has, beside its own. Raises CannotInstall.
     """
-    delete_environment(folder)
     python = folder / "bin" / "python"
     uv = None if on_top else shutil.which("uv")
     if uv is not None:
@@ -234,12 +224,6 @@ def make_environment(
     needed = [*requirements, *([] if file is None else ["-r", str(file)])]
     _install([*install, "--quiet", *needed, *([] if on_top else this_package(requirements))])
     return python
-
-
-def delete_environment(folder: Path) -> None:
-    """Delete it, if there is one; no other folder of that name."""
-    if (folder / "pyvenv.cfg").is_file():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _install(command: Sequence[str]) -> None:
@@ -410,9 +394,7 @@ class Matrix:
         with tempfile.TemporaryDirectory(
             prefix="ddp_equivalence-matrix-", ignore_cleanup_errors=True
         ) as temporary:
-            base: Path = given.keep_environments or Path(temporary)
-            base.mkdir(parents=True, exist_ok=True)
-            folder = base.resolve() / one.name
+            folder = Path(temporary).resolve() / one.name
             try:
                 python = make_environment(
                     folder, one.requirements, given.requirements, given.on_top

@@ -66,8 +66,6 @@ class Output:
 @contextmanager
 def output() -> Iterator[Output]:
     """Replace the streams in the block. Yields the standard output."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        _open_if_closed(number, name)
     before: tuple[Any, Any] = sys.stdout, sys.stderr
     handlers = [getattr(stream, "errors", None) for stream in before]
     ours = Output(sys.stdout), Output(sys.stderr)
@@ -86,25 +84,6 @@ def _replace_characters(streams: Sequence[Any], handlers: Sequence[str | None]) 
     for stream, handler in zip(streams, handlers, strict=True):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=handler)
-
-
-def _open_if_closed(number: int, name: str) -> None:
-    """Open the null device for a standard stream that the caller has closed.
-
-    Otherwise the next file that is opened gets its number, and is taken for the stream by others.
-    """
-    try:
-        os.fstat(number)
-    except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)
-        if opened != number:
-            os.dup2(opened, number)
-            os.close(opened)
-        os.set_inheritable(number, True)  # `run` becomes another program
-    if getattr(sys, name) is None:
-        mode = "r" if name == "stdin" else "w"
-        stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115, until the end
-        setattr(sys, name, stream)
 
 
 # Keeps what the user's code prints in this process, so that it does not bury the report.

@@ -39,6 +39,12 @@ def add(commands: Commands) -> None:
         "input, 3: the run was cut off.",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; must not exist")
+    parser.add_argument("--no-suite", action="store_true", help="leave the suite out")
+    add_checks(parser)
+
+
+def add_checks(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is run, beside whether the suite is."""
     parser.add_argument(
         "paths",
         metavar="PATH",
@@ -54,7 +60,6 @@ def add(commands: Commands) -> None:
         help="a training command to observe, such as 'torchrun --nproc-per-node 2 train.py'; may "
         "be repeated",
     )
-    parser.add_argument("--no-suite", action="store_true", help="leave the suite out")
     parser.add_argument(
         "--all",
         action="store_true",

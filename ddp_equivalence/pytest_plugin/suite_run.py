@@ -23,8 +23,8 @@ from ddp_equivalence.pytest_plugin.results import RunResults
 from ddp_equivalence.pytest_plugin.table import summary_lines, write_lines
 from ddp_equivalence.ranks import lanes
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
-from ddp_equivalence.ranks.gpu_room import SEVERAL, gpu_room
-from ddp_equivalence.ranks.gpus import BYTES_PER_PROCESS, Gpu, plain_uuid, visible_gpus
+from ddp_equivalence.ranks.gpu_room import SEVERAL
+from ddp_equivalence.ranks.gpus import Gpu, plain_uuid, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.nccl import Transport, transport
 from ddp_equivalence.report.machine import Box, box_in_short, box_lines, this_box, title
@@ -120,7 +120,7 @@ class SuiteRun:
             box = this_box()
             whole = box.has_gpus or self._only_plans
             machine = box_lines(box) if whole else [box_in_short(box)]
-            for line in (*([self._fewer] if self._fewer else []), *machine, *process_lines()):
+            for line in (*([self._fewer] if self._fewer else []), *machine):
                 terminal.write_line(line)
         return result
 
@@ -320,22 +320,6 @@ def plan_lines(tests: Sequence[PlannedTest]) -> Iterator[str]:
     for (lane, reason), count in reasons.most_common():
         what = f"{plural(count, 'case')} on {lane}" if lane else plural(count, "test")
         yield f"  {'NOT RUN':<{width}}{count} {what}: {reason}"
-
-
-def process_lines() -> Iterator[str]:
-    """How many processes a run may have on each GPU at once; none without GPUs."""
-    room = gpu_room()
-    most_on = {device: room.most_on(device) for device in cuda_devices()}
-    for most in sorted(set(most_on.values())):
-        which = [device for device, limit in most_on.items() if limit == most]
-        devices = f"CUDA {plural(len(which), 'device')} {', '.join(which)}"
-        where = "each GPU" if len(which) == len(most_on) else devices
-        mode = ", as its compute mode demands" if room.is_exclusive(which[0]) else ""
-        at_once = f"Processes: at most {most} at once on {where}{mode}"
-        yield f"{at_once}; idle ones end when others need their place"
-    if most_on:
-        held = f"about {BYTES_PER_PROCESS // 2**20} MiB of its GPU's memory"
-        yield f"  An idle process holds {held} (an estimate; it was not measured)"
 
 
 # Which GPUs the cases of a run used, by which ranks, and which GPU of the machine no case used.

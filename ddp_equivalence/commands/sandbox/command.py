@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.output import require_writable_file, write_json
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -61,9 +59,6 @@ def add(commands: Commands) -> None:
         "seeds in 100 print DIFFER by chance",
     )
     parser.add_argument("--table", action="store_true", help="run all nine published rows")
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the rows of --table to this file, as JSON"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,14 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadCase("ranks", arguments.ranks, "2 or more, and only with multi")
     if arguments.as_published and mode != "multi":
         raise BadCase("as_published", True, "given only with multi, which has several ranks")
-    if arguments.json is not None and not arguments.table:
-        raise BadCase("json", str(arguments.json), "given only with --table")
-    require_writable_file("json", arguments.json)
     if find_spec("scipy") is None:  # it computes the intervals
         right = "an installed scipy: pip install 'ddp_equivalence[sandbox]'"
         raise BadCase("sandbox", "no scipy", right)
     if mode is None:
-        return _table(arguments.seed, arguments.json)
+        return _table(arguments.seed)
     return _single_run(mode, given, arguments.seed, arguments.as_published)
 
 
@@ -121,16 +113,13 @@ def _single_run(mode: str, given: dict[str, object], seed: int, published: bool)
     return DIFFERENT if done.wrong or published else SAME
 
 
-def _table(seed: int, path: Path | None) -> int:
+def _table(seed: int) -> int:
     from ddp_equivalence.commands.sandbox import table
 
     runs: list[table.FinishedRun] = []
-    try:
-        print(table.HEAD, flush=True)
-        for row in table.ROWS:
-            runs.append(table.run_problem(replace(row.problem, seed=seed), row))
-            print("\n".join(table.run_lines(runs[-1])), flush=True)
-        print("\n".join(table.foot_lines(runs)))
-    finally:  # an interruption keeps the rows that are done
-        write_json("json", path, table.as_json(runs, seed))
+    print(table.HEAD, flush=True)
+    for row in table.ROWS:
+        runs.append(table.run_problem(replace(row.problem, seed=seed), row))
+        print("\n".join(table.run_lines(runs[-1])), flush=True)
+    print("\n".join(table.foot_lines(runs)))
     return DIFFERENT if any(run.wrong for run in runs) else SAME

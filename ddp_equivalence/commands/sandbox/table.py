@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from scipy import stats
 
@@ -207,20 +206,6 @@ def foot_lines(runs: Sequence[FinishedRun]) -> Iterator[str]:
     yield "Runs with the same effective batch and learning rate are given the same noise."
     yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on its ranks (gloo, CPU)."
     yield f"{sum(not run.wrong for run in runs)} of {len(ROWS)} published rows agree."
-
-
-def as_json(runs: Sequence[FinishedRun], seed: int) -> dict[str, Any]:
-    """The rows that were run, as values that can be written as JSON."""
-    written = [
-        {
-            "setup": asdict(run.problem),
-            "measured": {"w": run.result.w, "variance": run.result.variance},
-            "agreements": [asdict(agreement) for agreement in run.agreements],
-            "disagree": list(run.wrong),
-        }
-        for run in runs
-    ]
-    return {"seed": seed, "rows_published": len(ROWS), "rows_done": len(runs), "rows": written}
 
 
 def _figure(variance: float) -> str:

@@ -36,7 +36,7 @@ PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "tox.i
 
 
 def text_in(file: str) -> str:
-    """The text of a Python file, or of a cell of a notebook; empty if there is none."""
+    """The text of a Python file; empty if there is none."""
     linecache.checkcache(file)
     return "".join(linecache.getlines(file))
 
@@ -72,7 +72,7 @@ class CarriedFiles:
             self._projects.add(_project_of(file or "."))
             spec = module.__spec__  # python -m package.module has one
             name = "__main__" if spec is None else spec.name
-            return self._carry(name, file or NOTEBOOK, _without_checks)
+            return self._carry(name, file or "", _without_checks)
         if is_own(name):
             return self._carry(name, str(file))
         if isinstance(file, str) and belongs_to_user(file):
@@ -198,47 +198,25 @@ def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, list[str]]]:
         yield from _imports(child, package)
 
 
-# A file that was started itself, or a notebook, makes checks while it runs.
+# A file that was started itself makes checks while it runs.
 
-NOTEBOOK = "notebook.py"
-
-CALLS = {"check", "assert_equivalent", "export", "export_request", "observe", "get_ipython"}
-
-
-def lines_before(cell: str) -> int:
-    """The number of lines in a carried notebook above this cell; 0 for a file."""
-    cells = _cells()
-    above = cells[: cells.index(cell)] if cell in cells else []
-    return sum(len(text_in(each).splitlines()) for each in above)
-
-
-def _cells() -> list[str]:
-    """The names of all cells that were run, under which linecache has their texts."""
-    return [
-        name
-        for name in linecache.cache
-        if name.startswith("<ipython-input") or "/ipykernel_" in name
-    ]
+CALLS = {"check", "assert_equivalent", "export", "export_request", "observe"}
 
 
 def _without_checks(file: str) -> str:
-    """The file, or all cells of a notebook, with empty lines for statements that make checks.
+    """The file, with empty lines for statements that make checks.
 
     Statements that use a result of these are left out, too. Definitions all stay.
     """
-    lines: list[str] = []
-    gone = set(CALLS)
-    for part in _cells() if file == NOTEBOOK else [file]:
-        text = text_in(part)
-        start = len(lines)
-        lines += text.splitlines()
-        for statement in ast.parse(text).body:
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-            attributes = (one.attr for one in ast.walk(statement) if isinstance(one, ast.Attribute))
-            if not gone.isdisjoint({*(name.id for name in names), *attributes}):
-                gone |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-                for line in range(statement.lineno - 1, statement.end_lineno or 0):
-                    lines[start + line] = ""
+    text, gone = text_in(file), set(CALLS)
+    lines = text.splitlines()
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        attributes = (one.attr for one in ast.walk(statement) if isinstance(one, ast.Attribute))
+        if not gone.isdisjoint({*(name.id for name in names), *attributes}):
+            gone |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            for line in range(statement.lineno - 1, statement.end_lineno or 0):
+                lines[line] = ""
     return "".join(f"{line}\n" for line in lines)

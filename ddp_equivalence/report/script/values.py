@@ -21,7 +21,6 @@ from ddp_equivalence.report.script.files import (
     CarriedFiles,
     NoSource,
     is_own,
-    lines_before,
 )
 
 
@@ -116,7 +115,7 @@ class Expressions:
 
     def _local_function(self, value: FunctionType, module: ModuleType) -> str:
         code, name = value.__code__, self.module(module)
-        line = code.co_firstlineno + lines_before(code.co_filename)
+        line = code.co_firstlineno
         whole = compile(self._files.text_of(module), "", "exec", dont_inherit=True)
         place = code.co_qualname, line
         codes = [one for one in codes_in(whole) if (one.co_qualname, one.co_firstlineno) == place]

@@ -85,7 +85,6 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_import
         ("run --json /proc/x.json", "--json /proc/x.json should be a file in a folder that exists"),
         ("run --record a_file", "--record a_file should be a folder that can be written to"),
         ("run --record /proc/no", "--record /proc/no should be a folder that can be written to"),
-        ("sandbox --table --json /proc/x.json", "--json /proc/x.json should be a file"),
         ("record taken", "taken should be a folder that does not exist yet"),
         ("record out --no-suite", "checks of your own beside --no-suite"),
         ("record out none.py", "none.py should be a file or folder that exists"),

@@ -13,7 +13,6 @@ from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.matrix import (
     Wanted,
     between,
-    delete_environment,
     this_package,
     wanted,
 )
@@ -101,15 +100,6 @@ def test_a_folder_of_the_user_is_not_deleted(index: Path) -> None:
     words = ["matrix", "tests", "--on-top", "--with", "present,small-package==1.0"]
     assert main(words) == BAD_INPUT
     assert (index / "matrix" / "present" / "thesis.txt").read_text() == "mine"
-
-
-def test_only_an_environment_is_deleted(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    delete_environment(tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-    (tmp_path / "pyvenv.cfg").write_text("")
-    delete_environment(tmp_path)
-    assert not tmp_path.exists()
 
 
 def test_another_version_than_the_one_that_was_asked_for_is_not_recorded(

@@ -108,27 +108,6 @@ def test_the_closing_table_is_aligned_in_ascii(folder: Path) -> None:
     assert [step.index("1"), step.index("-")] == [head.index("1x2") + 2, head.index("2x1") + 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("step", 0), ("doubled", 1), ("raises", 3), ("nothing", 2)]
-)
-def test_without_output_the_exit_code_is_the_outcome(folder: Path, name: str, code: int) -> None:
-    found, _, errors = in_shell(folder, f"ddp-equivalence check mine.py:{name} >&-")
-    assert found == code
-    assert "Traceback" not in errors
-
-
-def test_without_any_stream_the_exit_code_is_the_outcome(folder: Path) -> None:
-    line = "ddp-equivalence check mine.py:doubled <&- >&- 2>&-"
-    assert in_shell(folder, line)[0] == 1
-
-
-def test_the_suite_runs_without_output(folder: Path) -> None:
-    root = Path(__file__).parents[3]
-    line = f"ddp-equivalence run {root}/tests/equivalence/test_ddp_gathered.py -k 1x2 >&-"
-    code, _, errors = in_shell(folder, line)
-    assert (code, errors) == (0, "")
-
-
 @pytest.mark.parametrize(("name", "code"), [("step", 3), ("doubled", 1)])
 def test_a_report_that_nobody_could_read_is_no_success(folder: Path, name: str, code: int) -> None:
     found, _, errors = in_shell(folder, f"ddp-equivalence check mine.py:{name} >/dev/full")

@@ -21,13 +21,11 @@ from ddp_equivalence.pytest_plugin.suite_run import (
     covering,
     gpu_lines,
     plan_lines,
-    process_lines,
     transport_line,
     without_private,
     write_page,
 )
 from ddp_equivalence.ranks import lanes
-from ddp_equivalence.ranks.gpu_room import GpuRoom
 from ddp_equivalence.ranks.gpus import Gpu, Gpus
 from ddp_equivalence.ranks.nccl import Transport
 from ddp_equivalence.report.machine import Box
@@ -164,41 +162,6 @@ def test_the_plan_counts_every_test_once_on_its_lane_or_with_its_reason(
         "  NOT RUN        1 test: the GPU is too old",
     ]
     assert list(plan_lines(())) == ["Plan: 0 tests"]
-
-
-LIMIT = "idle ones end when others need their place"
-HELD = (
-    "  An idle process holds about 600 MiB of its GPU's memory (an estimate; it was not measured)"
-)
-
-
-@pytest.mark.parametrize(
-    ("devices", "room", "lines"),
-    [
-        ("", GpuRoom({}), []),
-        (
-            "01",
-            GpuRoom({"0": 34, "1": 34}),
-            [f"Processes: at most 34 at once on each GPU; {LIMIT}", HELD],
-        ),
-        (
-            "012",
-            GpuRoom({"0": 34, "1": 34, "2": 34}, frozenset({"1"})),
-            [
-                "Processes: at most 1 at once on CUDA device 1, as its compute mode demands; "
-                f"{LIMIT}",
-                f"Processes: at most 34 at once on CUDA devices 0, 2; {LIMIT}",
-                HELD,
-            ],
-        ),
-    ],
-)
-def test_gpus_with_one_limit_of_processes_have_one_line(
-    monkeypatch: pytest.MonkeyPatch, devices: str, room: GpuRoom, lines: list[str]
-) -> None:
-    monkeypatch.setattr(suite_run, "cuda_devices", lambda: tuple(devices))
-    monkeypatch.setattr(suite_run, "gpu_room", lambda: room)
-    assert list(process_lines()) == lines
 
 
 # The GPUs that were used.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import linecache
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -337,19 +335,3 @@ def test_a_file_that_makes_checks_while_it_runs_has_a_script(tmp_path: Path) -> 
     (path,) = (tmp_path / "out").iterdir()
     assert "path = export" not in path.read_text()
     assert len(by_itself(path)["on_one_device"](torch.float64)) == 2
-
-
-def test_the_cells_of_a_notebook_are_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    imports, _, definitions = STARTED.partition("def loss")
-    cells = imports, f"get_ipython()\ndef loss{definitions}"
-    notebook = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", notebook)
-    vars(notebook).update(OUT=tmp_path, get_ipython=lambda: None, check=check)
-    for number, text in enumerate(cells):
-        name = f"<ipython-input-{number}-abc>"
-        lines = text.splitlines(keepends=True)
-        monkeypatch.setitem(linecache.cache, name, (len(text), None, lines, name))
-        exec(compile(text.partition("verdict")[0], name, "exec"), vars(notebook))
-    assert len(by_itself(vars(notebook)["path"])["on_one_device"](torch.float64)) == 2

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,8 +96,6 @@ def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:
         ("multi --batch_size 33", "batch_size"),
         ("single --as-published", "as_published"),
         ("--table --lr 1e-3", "lr"),
-        ("single --json out.json", "json"),
-        ("--table --json /nowhere/at/all/out.json", "json"),
         ("single --lr 1e200", "lr"),
         ("single --lr 0.3 --batch_size 1 --deterministic False", "lr"),
         ("single --n_experiments 1000000000000", "n_experiments"),
@@ -137,38 +133,15 @@ def test_all_published_rows_agree(
     done: list[FinishedRun],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
 ) -> None:
     assert [one.wrong for one in done] == [()] * 9
     again = iter(done)
     monkeypatch.setattr(table, "run_problem", lambda *_: next(again))
-    path = tmp_path / "rows.json"
-    assert run(f"--table --json {path}") == 0
+    assert run("--table") == 0
     text = capsys.readouterr().out
     assert text.count("  agree\n") == 9
     assert "9 of 9 published rows agree" in text
     assert max(map(len, text.splitlines())) <= 100
-    written = json.loads(path.read_text())
-    assert (written["rows_done"], len(written["rows"])) == (9, 9)
-    assert len(written["rows"][2]["agreements"]) == 5
-
-
-def test_an_interrupted_table_keeps_the_rows_that_are_done(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first, left = run_problem(ROWS[0].problem, ROWS[0]), [1, 2, 3]
-
-    def interrupted(*_: object) -> FinishedRun:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        return first
-
-    monkeypatch.setattr(table, "run_problem", interrupted)
-    path = tmp_path / "rows.json"
-    with pytest.raises(KeyboardInterrupt):
-        run(f"--table --json {path}")
-    assert json.loads(path.read_text())["rows_done"] == 3
 
 
 def wrong_in(result: TrainingResult, row: table.PublishedRow) -> list[str]:
