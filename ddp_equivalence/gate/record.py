@@ -9,8 +9,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -168,43 +168,29 @@ def _take(found: Recorded, line: Mapping[str, Any]) -> None:
     elif kind == "collected":
         found.collected += _count(line["tests"])
     elif kind == "test":
-        reason = _text(line.get("reason", ""))
-        seconds, starts = _number(line["seconds"]) or 0.0, _count(line.get("starts", 0))
-        cpu = _number(line.get("cpu_seconds")) or 0.0
-        test = RecordedTest(_text(line["outcome"]), seconds, reason, starts, cpu)
-        found.tests[_text(line["id"])] = test
+        found.tests[_text(line["id"])] = RecordedTest(**_fields(RecordedTest, line))
     elif kind == "check":
-        found.checks[_text(line["test"]), _count(line["number"])] = _check(line)
+        renamed = {**line, "lane": line["backend"], "cause": line.get("cause") or ""}
+        check = RecordedCheck(**_fields(RecordedCheck, renamed))
+        found.checks[_text(line["test"]), _count(line["number"])] = check
     elif kind == "end":
         found.end = line
         found.exit_codes = tuple(map(_code, line["exit_codes"]))
         found.peak_mib = _number(line.get("peak_mib")) or 0.0
 
 
-def _check(line: Mapping[str, Any]) -> RecordedCheck:
-    return RecordedCheck(
-        outcome=_text(line["outcome"]),
-        expected=_text(line["expected"]),
-        cause=_text(line.get("cause") or ""),
-        lane=_text(line["backend"]),
-        error=_number(line["error"]),
-        floor=_number(line["floor"]),
-        limit=_number(line["limit"]),
-        seconds=_number(line["seconds"]) or 0.0,
-        dtype=_text(line["dtype"]),
-        ranks=_count(line["ranks"]),
-        parameters=_count(line["parameters"]),
-        elements=_count(line["elements"]),
-        strategy=_text(line.get("strategy", "")),
-        layout=_text(line.get("layout", "")),
-        known=line.get("known") is True,
-        digests=tuple(map(_text, line.get("digests", ()))),
-        planted=_text(line.get("planted", "")),
-        details=None if line.get("details") is None else _details(line["details"]),
-    )
+def _fields(kind: type[RecordedTest] | type[RecordedCheck], line: Mapping[str, Any]) -> Any:
+    """The fields of an object of this kind; those that a line lacks have their defaults."""
+    return {
+        one.name: READERS[str(one.type)](line[one.name])
+        for one in fields(kind)
+        if one.name in line or one.default is MISSING
+    }
 
 
-def _details(raw: Mapping[str, Any]) -> Details:
+def _details(raw: Mapping[str, Any] | None) -> Details | None:
+    if raw is None:
+        return None
     shares = raw.get("shares")
     return Details(
         report=_text(raw["report"], MOST_OF_A_REPORT),
@@ -251,6 +237,18 @@ def _number(value: object) -> float | None:
     return number
 
 
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    "str": _text,
+    "int": _count,
+    "float": lambda value: _number(value) or 0.0,
+    "float | None": _number,
+    "bool": lambda value: value is True,
+    "tuple[str, ...]": lambda values: tuple(map(_text, values)),
+    "Details | None": _details,
+}
+"""By the type of a field, what reads its value and raises an error for one of another type."""
+
+
 # A record is a file of JSON lines. Each line carries a hash of all lines up to it.
 #
 # A run that is killed at any moment leaves whole lines, and at most one that is not. Whoever
@@ -265,7 +263,6 @@ NAME = "record.jsonl"
 
 LONGEST_LINE = 1 << 20
 LARGEST_FILE = 256 << 20
-DEEPEST = 12
 HASH = "so_far"
 DIGITS = 16
 
@@ -328,25 +325,11 @@ def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
         _refuse(path, f"{right}; {str(error)[:80]}")
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         _refuse(path, right)
-    if _depth(line) > DEEPEST:
-        _refuse(path, f"values in at most {DEEPEST} others, also in line {number}")
     return line
 
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
-
-
-def _depth(value: Any) -> int:
-    deepest, level = 0, [value]
-    while level and deepest <= DEEPEST:
-        deepest += 1
-        inside: list[Any] = []
-        for one in level:
-            inside += one.values() if isinstance(one, dict) else ()
-            inside += one if isinstance(one, list) else ()
-        level = inside
-    return deepest
 
 
 def _hash_of(line: Mapping[str, Any], before: str) -> str:
