@@ -13,7 +13,6 @@ from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.comparison.comparison import Form
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import example_numbers
-from ddp_equivalence.diagnosis.rows_read import NotKnown, examples_read
 from ddp_equivalence.diagnosis.state import text_of_buffers
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.ranks.collectives import FORGOTTEN
@@ -32,7 +31,7 @@ from ddp_equivalence.report.text import (
 if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison
     from ddp_equivalence.measurement.calls import Call
-    from ddp_equivalence.measurement.observation import Indices, Wrapper
+    from ddp_equivalence.measurement.observation import Wrapper
     from ddp_equivalence.report.verdict import Verdict
 
 MOST_NAMES = 4
@@ -194,7 +193,7 @@ def _watched_run(verdict: Verdict) -> Iterator[str]:
         return
     if verdict.repeated is not None:
         yield "the same bits again" if verdict.repeated else "OTHER BITS than in the first run"
-    yield _examples_read(verdict)
+    yield from _examples_read(verdict)
     wrappers_by_rank = [seen.wrappers for seen in observed.values()]
     if any(wrappers_by_rank):
         yield from map(_wrapper, wrappers_by_rank[0])
@@ -208,59 +207,26 @@ def _watched_run(verdict: Verdict) -> Iterator[str]:
         yield f"afterwards, buffers differ between these groups: {names}"
 
 
-def _examples_read(verdict: Verdict) -> str:
-    """Which examples the model was called with."""
-    # A step of one's own that trains for several steps is called once, in step 0.
-    with_backward = {call.step for seen in verdict.observed.values() for call in seen.backwards}
-    steps = sorted(with_backward) or [0]
-    known = []
-    for step in steps:
-        read = examples_read(verdict.observed, step, _dealt(verdict, step, steps == [0]))
-        if read is NotKnown.EQUAL_ROWS:
-            return (
-                "the model was called with rows that several examples have in common, so it is "
-                "not known which examples were read"
-            )
-        if isinstance(read, NotKnown):
-            return "it could not be recognised which examples the model was called with"
-        known.append(read)
-    total = sum(verdict.examples)
-    times_read = sum((read.times for read in known), Counter[int]())
-    never = [index for index in range(total) if not times_read[index]]
-    repeated = sorted(index for index, times in times_read.items() if times > 1)
-    equal = set().union(*(read.equal for read in known))
-    most_parts = max(
-        sum(len(read.by_rank[rank]) for read in known) for rank in range(len(verdict.observed))
-    )
-    forwards = (one for seen in verdict.observed.values() for one in seen.forwards)
-    declared = any(one.rows is not None and one.rows.declared for one in forwards)
-    texts = [
-        f"{len(times_read)} of {total} examples read",
-        f", {example_numbers(repeated)} more than once" if repeated else "",
-        f", {example_numbers(never)} never" if never else "",
-        f", in {most_parts} micro-batches per rank" if most_parts > len(verdict.examples) else "",
-        ", as the step says by rank.read" if declared else "",
-        f" ({len(equal)} of them have equal rows and cannot be told apart)" if equal else "",
-    ]
-    return "".join(texts)
-
-
-def _dealt(verdict: Verdict, step: int, of_all: bool) -> Mapping[int, Indices] | None:
-    """The examples that each rank was given in a step, as positions in the batch of all steps.
-
-    ``of_all``: those that it was given in all steps.
-    """
-    dealt: dict[int, Indices] = {}
-    for rank, evidence in verdict.evidence.items():
-        if evidence.examples is None:
-            return None
-        dealt[rank] = tuple(
-            sum(verdict.examples[:number]) + index
-            for number, indices in enumerate(evidence.examples)
-            for index in indices
-            if of_all or number == step
+def _examples_read(verdict: Verdict) -> Iterator[str]:
+    """Which examples the model was called with, in the step that differs."""
+    view = verdict.view
+    if view is None or view.observed.examples_read is None:
+        yield "it could not be recognised which examples the model was called with"
+        return
+    times, total = view.observed.times_read, view.setting.example_count
+    never = [index for index in range(total) if not times[index]]
+    repeated = [index for index in range(total) if times[index] > 1]
+    parts = max(map(len, view.observed.examples_read))
+    equal = view.observed.equal_where_read
+    yield "".join(
+        (
+            f"{total - len(never)} of {total} examples read",
+            f", {example_numbers(repeated)} more than once" if repeated else "",
+            f", {example_numbers(never)} never" if never else "",
+            f", in {parts} micro-batches per rank" if parts > 1 else "",
+            f" ({len(equal)} of them have equal rows and cannot be told apart)" if equal else "",
         )
-    return dealt
+    )
 
 
 def _wrapper(wrapper: Wrapper) -> str:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.explanation import as_data
 
 TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2}
 DIVIDED = {"accumulation": 3, "accumulation_divided": True}
@@ -240,28 +239,21 @@ def test_steps_of_an_epoch_with_accumulation(
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"batch": 0}, "batch", "a whole number from 1"),
-    ({"batch": True}, "batch", "a whole number from 1"),
-    ({"batch": 2.5}, "batch", "a whole number from 1"),
     ({"batch": 10**15}, "batch", "a whole number from 1"),
-    ({"nodes": 0}, "nodes", "a whole number from 1"),
     ({"ranks_per_node": 10**6}, "ranks_per_node", "a whole number from 1 to 100000"),
     ({"known_good": "16@0.01"}, "known_good", "a KnownGood, such as KnownGood.read('16@0.01')"),
-    ({"accumulation": 0}, "accumulation", "a whole number from 1"),
     ({"loss": "median"}, "loss", "one of mean, sum, token-mean"),
     ({"parallelism": "fsdp"}, "parallelism", "one of ddp, data-parallel"),
     ({"optimizer": "lion"}, "optimizer", "one of sgd, adam"),
     ({"loss_times": "two"}, "loss_times", "numbers above 0 and world-size"),
-    ({"loss_times": "1/0"}, "loss_times", "numbers above 0 and world-size"),
     ({"loss_times": "0"}, "loss_times", "numbers above 0 and world-size"),
     ({"parallelism": "data-parallel", "nodes": 2}, "nodes", "data-parallel is one process"),
-    ({"parallelism": "none", "nodes": 2}, "nodes", "none is one process"),
     ({"parallelism": "none", "ranks_per_node": 2}, "ranks_per_node", "separate trainings"),
     ({"accumulation_divided": False}, "accumulation_divided", "there is no accumulation"),
     ({"accumulation": 4}, "accumulation_divided", "divided by 4 (--accumulation-divided) or not"),
     ({"tokens_over": "step"}, "tokens_over", "left out, unless the loss is token-mean"),
     ({"betas": (Fraction(9, 10),)}, "betas", "two Fractions from 0, below 1"),
     ({"betas": (Fraction(1, 2),) * 2}, "betas", "left out, unless the optimizer is adam"),
-    ({"examples": 0}, "examples", "a whole number from 1"),
     (
         {"loss": "token-mean", "known_good": KnownGood.read("64@0.1", "sum")},
         "known_loss",
@@ -282,11 +274,7 @@ def test_a_setup_that_cannot_be_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *("", "16", "@", "16@", "@0.01", "16@-1", "16@nan", "16@inf", "16@1/2", "0.1@256"),
-        *("16@1_0", "1_6@0.1", "16@0x1", "\u0661@0.1", "16@+0.1", "16@0.1@2", "16@1e999999999"),
-        *("0@0.01", "16@0", "1@1e31", "1@9e-31"),
-    ],
+    ["", "16@", "@0.01", "16@-1", "16@nan", "0.1@256", "16@1e999999999", "0@0.01", "1@1e31"],
 )
 def test_a_malformed_known_good_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(BadCase) as refused:
@@ -299,31 +287,3 @@ def test_a_malformed_known_good_is_refused_with_an_example(text: str) -> None:
 )
 def test_a_known_good_is_read_exactly(text: str, rate: str) -> None:
     assert KnownGood.read(text).learning_rate == Fraction(rate)
-
-
-@pytest.mark.parametrize("rate", [0.01, Fraction(0), Fraction(-1, 2), "0.01", Fraction(10**31)])
-def test_a_known_rate_that_is_no_positive_fraction_within_bounds_is_refused(rate: Any) -> None:
-    with pytest.raises(BadCase, match="known_good"):
-        KnownGood(16, rate)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("known", ["1@1e30", "1000000000000@1e-30"])
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_the_largest_and_smallest_that_are_not_refused_are_explained(
-    known: str, loss: Any, optimizer: Any
-) -> None:
-    setup = Setup(
-        batch=10**12,
-        nodes=10**12,
-        ranks_per_node=10**5,
-        accumulation=10**12,
-        accumulation_divided=False,
-        parallelism="all-reduce-sum",
-        known_good=KnownGood.read(known, loss),
-        optimizer=optimizer,
-        examples=10**12,
-    )
-    found = explain(setup)
-    assert "every rank holds" in str(found)
-    assert as_data(found)["factor"] == 1e29
