@@ -30,25 +30,26 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine, print what it can do, and return the exit code."""
     start_early()  # the ranks' server imports torch while this process does
-    from ddp_equivalence.commands.doctor.examination import Examination
-    from ddp_equivalence.commands.doctor.machine import this_machine
+    from ddp_equivalence.commands.doctor.examination import examine
+    from ddp_equivalence.commands.doctor.machine import State, this_machine
+    from ddp_equivalence.commands.doctor.problems import problems
     from ddp_equivalence.report.machine import Box, box_lines
 
-    machine = this_machine()
-    examination = Examination(machine)
+    machine, states = this_machine(), list[State]()
     for line in (*box_lines(Box(machine.gpus, len(machine.devices))), ""):
         print(line, flush=True)
-    for line in examination.lines():
-        print(line, flush=True)  # a pair of GPUs that hangs takes half a minute
-    for line in problem_lines(examination.problems()):
+    for one in examine(machine):
+        states += [one] if isinstance(one, State) else []
+        print(one, flush=True)  # a pair of GPUs that hangs takes half a minute
+    for line in problem_lines(list(problems(machine, states))):
         print(line)
     if not machine.devices:
         print(
             "\nCases that would run on NCCL run on gloo and the CPU instead, and are marked "
             "gloo_fallback."
         )
-    print(f"\n{closing_line(examination.states)}")
-    return exit_code(examination.states)
+    print(f"\n{closing_line(states)}")
+    return exit_code(states)
 
 
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.commands.doctor import on_rank
@@ -17,7 +17,6 @@ from ddp_equivalence.commands.doctor.machine import (
     pair_states,
 )
 from ddp_equivalence.commands.doctor.on_rank import ask_ranks
-from ddp_equivalence.commands.doctor.problems import Problem, problems
 from ddp_equivalence.ranks import probe
 from ddp_equivalence.ranks.backend_names import LANES, NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
@@ -25,82 +24,49 @@ from ddp_equivalence.ranks.gpus import visible_gpus
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing, shared_lane
 from ddp_equivalence.ranks.nccl import nodes_counted
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
-
-NAME_WIDTH = 22
-OUTCOME_WIDTH = 9
+from ddp_equivalence.report.text import plural
 
 
-class Examination:
-    """``gpus``, ``pairs`` and ``others`` are the states found so far; ``lines`` finds them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.gpus: list[State] = []
-        self.pairs: list[State] = []
-        self.others: list[State] = []
-
-    @property
-    def states(self) -> list[State]:
-        """All states, in the order in which they were found."""
-        return [*self.gpus, *self.pairs, *self.others]
-
-    def problems(self) -> list[Problem]:
-        """The problems that the machine's facts and the states show."""
-        return list(problems(self.machine, self.gpus, self.pairs, self.others))
-
-    def lines(self) -> Iterator[str]:
-        """Ask the GPUs, their pairs, and the lanes. Yields a line for each, under headings."""
-        if self.machine.devices:
-            yield from self._not_described()
-            yield "Each GPU alone: start CUDA, and multiply two matrices"
-            for gpu in gpu_states(self.machine.devices):
-                self.gpus.append(gpu)
-                yield _line(gpu)
-            yield ""
-        if len(self.machine.devices) > 1:
-            yield "Pairs of GPUs, and all together: sum 16 MiB by NCCL (GB/s: busbw of nccl-tests)"
-            yield from self._together()
-            yield ""
-        yield (
-            "Lanes: collectives with known answers; NCCL has a rank on each GPU, nccl_shared and "
-            "gloo have 2 ranks"
-        )
-        for lane in lane_states(self.machine):
-            self.others.append(lane)
-            yield _line(lane)
-
-    def _not_described(self) -> Iterator[str]:
-        """What nobody could say of the GPUs, and why."""
-        if self.machine.gpus.problem:
+def examine(machine: Machine) -> Iterator[str | State]:
+    """Ask the GPUs, their pairs, and the lanes. Yields headings, and below each the states, each as
+    soon as it is known.
+    """
+    gpus: list[State] = []
+    if machine.devices:
+        if machine.gpus.problem:
             what = "driver, free memory, compute mode, MIG and P2P of the GPUs"
-            self.others.append(
-                State("NVML", Outcome.NOT_RUN, f"{what}: {self.machine.gpus.problem}")
-            )
-            yield _line(self.others[-1])
+            yield State("NVML", Outcome.NOT_RUN, f"{what}: {machine.gpus.problem}")
             yield ""
-
-    def _together(self) -> Iterator[str]:
-        working = [gpu for gpu in self.gpus if gpu.outcome is Outcome.WORKS]
-        reason = missing("nccl", 2)
-        if reason is None and len(working) < 2:
-            verb = "works" if len(working) == 1 else "work"
-            reason = f"of {len(self.gpus)} GPUs, {len(working)} {verb} alone"
-        if reason is not None:
-            self.others.append(State("pairs", Outcome.NOT_RUN, reason))
-            yield _line(self.others[-1])
-            return
-        for pair in pair_states(self.gpus, self.machine.gpus):
-            self.pairs.append(pair)
-            yield _line(pair)
-        if len(working) > 2:  # the sum over two GPUs is that of their pair
-            self.others.append(all_together(self.gpus))
-            yield _line(self.others[-1])
-        self.others.append(node_state())
-        yield _line(self.others[-1])
+        yield "Each GPU alone: start CUDA, and multiply two matrices"
+        for gpu in gpu_states(machine.devices):
+            gpus.append(gpu)
+            yield gpu
+        yield ""
+    if len(machine.devices) > 1:
+        yield "Pairs of GPUs, and all together: sum 16 MiB by NCCL (GB/s: busbw of nccl-tests)"
+        yield from _together(machine, gpus)
+        yield ""
+    yield (
+        "Lanes: collectives with known answers; NCCL has a rank on each GPU, nccl_shared and gloo "
+        "have 2 ranks"
+    )
+    yield from lane_states(machine)
 
 
-def _line(state: State) -> str:
-    return f"  {state.name:<{NAME_WIDTH}}{state.outcome:<{OUTCOME_WIDTH}}{state.text}"
+def _together(machine: Machine, gpus: Sequence[State]) -> Iterator[State]:
+    working = [gpu for gpu in gpus if gpu.outcome is Outcome.WORKS]
+    reason = missing("nccl", 2)
+    if reason is None and len(working) < 2:
+        reason = (
+            f"of {len(gpus)} GPUs, {len(working)} {plural(len(working), 'works', 'work')} alone"
+        )
+    if reason is not None:
+        yield State("pairs", Outcome.NOT_RUN, reason)
+        return
+    yield from pair_states(gpus, machine.gpus)
+    if len(working) > 2:  # the sum over two GPUs is that of their pair
+        yield all_together(gpus)
+    yield node_state()
 
 
 # The state of every lane on this machine: it works, it gives wrong answers, or it cannot run.

@@ -104,6 +104,9 @@ class State:
     answer: GpuAnswer | None = None
     without_p2p: Outcome | None = None
 
+    def __str__(self) -> str:
+        return f"  {self.name:<22}{self.outcome:<9}{self.text}"
+
 
 # The state of every GPU, of every pair of GPUs, and of all of them together.
 

@@ -38,12 +38,7 @@ class Problem:
     advice: str
 
 
-def problems(
-    machine: Machine,
-    gpus: Sequence[State] = (),
-    pairs: Sequence[State] = (),
-    others: Sequence[State] = (),
-) -> Iterator[Problem]:
+def problems(machine: Machine, states: Sequence[State] = ()) -> Iterator[Problem]:
     """All problems that the machine's facts and the states of its parts show."""
     yield from _torch_and_devices(machine)
     yield from _nvml(machine)
@@ -56,9 +51,9 @@ def problems(
             "other's memory, and fails to start without",
             "start the container with --ipc=host, or with --shm-size=1g --ulimit memlock=-1",
         )
-    yield from _of_states(machine, gpus, pairs)
+    yield from _of_states(machine, states)
     parts: dict[str, list[str]] = {}
-    for state in (*gpus, *pairs, *others):
+    for state in states:
         for texts, remedy in REMEDIES:
             if any(text in state.error for text in texts):
                 parts.setdefault(remedy, []).append(state.name)
@@ -226,10 +221,9 @@ def _memory(gpu: Gpu) -> Iterator[Problem]:
     )
 
 
-def _of_states(
-    machine: Machine, gpus: Sequence[State], pairs: Sequence[State]
-) -> Iterator[Problem]:
+def _of_states(machine: Machine, states: Sequence[State]) -> Iterator[Problem]:
     """Problems that the answers of GPUs and of their pairs show."""
+    gpus = [one for one in states if one.device]
     working = [gpu.device for gpu in gpus if gpu.outcome is Outcome.WORKS]
     failed = [gpu.name for gpu in gpus if gpu.outcome is not Outcome.WORKS]
     if failed and working:
@@ -239,7 +233,7 @@ def _of_states(
             f"see the reason on the GPU's line above; `export {machine.variable}="
             f"{','.join(working)}` leaves it out",
         )
-    if cured := [pair.name for pair in pairs if pair.without_p2p is Outcome.WORKS]:
+    if cured := [pair.name for pair in states if pair.without_p2p is Outcome.WORKS]:
         yield Problem(
             f"the pairs of GPUs {', '.join(cured)} give a right sum only with NCCL_P2P_DISABLE=1: "
             "they do not reach each other's memory, although the driver says so",

@@ -8,7 +8,7 @@ import pytest
 
 from ddp_equivalence.commands.doctor import examination
 from ddp_equivalence.commands.doctor.command import closing_line, exit_code
-from ddp_equivalence.commands.doctor.examination import Examination
+from ddp_equivalence.commands.doctor.examination import examine
 from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
 from ddp_equivalence.ranks.gpus import NvmlState
 from tests.package.commands.doctor.boxes import box, found, gpu
@@ -36,7 +36,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         lane = State("gloo_fallback", Outcome.WORKS, "right")
         monkeypatch.setattr(examination, "lane_states", lambda machine: [lane])
         monkeypatch.setattr(examination, "missing", lambda name, ranks: nccl)
-        return list(Examination(machine).lines())
+        return list(map(str, examine(machine)))
 
     return lines
 

@@ -158,7 +158,7 @@ def test_pairs_that_work_only_without_p2p() -> None:
         State("1-2", Outcome.WRONG, "", without_p2p=Outcome.WORKS),
         State("1-3", Outcome.FAILED, "", without_p2p=Outcome.FAILED),
     ]
-    (problem,) = problems(box(gpu(0)), pairs=pairs)
+    (problem,) = problems(box(gpu(0)), pairs)
     assert "GPUs 0-2, 1-2 give" in problem.what
     assert "IOMMU or ACS" in problem.advice
 
@@ -183,14 +183,14 @@ def test_an_error_of_cuda_or_nccl_has_its_remedy_once(error: str, words: str) ->
         State("nccl", Outcome.FAILED, "", error),
         State("gloo_cuda", Outcome.FAILED, "", error),
     ]
-    (problem,) = problems(box(gpu(0)), others=states)
+    (problem,) = problems(box(gpu(0)), states)
     assert "nccl, gloo_cuda" in problem.what
     assert words in problem.advice
 
 
 def test_an_error_that_nobody_knows_has_no_remedy() -> None:
     state = State("nccl", Outcome.FAILED, "", "ValueError: oh")
-    assert list(problems(box(gpu(0)), others=[state])) == []
+    assert list(problems(box(gpu(0)), [state])) == []
 
 
 def test_the_document_has_every_problem_in_the_words_of_the_doctor() -> None:
@@ -203,7 +203,7 @@ def test_the_document_has_every_problem_in_the_words_of_the_doctor() -> None:
     said = [
         problem.what
         for machine, _, _ in MACHINES_WITH_A_PROBLEM.values()
-        for problem in problems(machine, states, [pair], [error])
+        for problem in problems(machine, [*states, pair, error])
     ]
     assert [words for words in documented if not any(words in what for what in said)] == []
     assert [what for what in said if not any(words in what for words in documented)] == []
