@@ -40,15 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Try the cases, print the results, and return the exit code."""
     require_writable_file("json", arguments.json)
     start_early()
-    return explored(arguments.right, arguments.wrong, arguments.seed, arguments.json)
-
-
-def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = None) -> int:
-    """Try random trials of the suite; the exit code says whether it judged one of them wrongly."""
     from ddp_equivalence.commands import exploration
 
-    search = exploration.search_suite(right, wrong, seed)
+    search = exploration.search_suite(arguments.right, arguments.wrong, arguments.seed)
     for line in ("", *search.report(), "", exploration.closing_line(search)):
         exploration.show(line)
-    write_json("json", results, exploration.as_json(search))
+    write_json("json", arguments.json, exploration.as_json(search))
     return DIFFERENT if any(one.wrong for one in search.judged.values()) else SAME

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDGED, SAME
-from ddp_equivalence.commands.explore import explored
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
@@ -40,13 +39,6 @@ def add(commands: Commands) -> None:
         help="plant each fault with every model, loss and dtype on every layout; takes minutes",
     )
     faults.add_argument(
-        "--right",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also run N random cases that are right; the command fails if one is called wrong",
-    )
-    faults.add_argument(
         "--sensitivity",
         action="store_true",
         help="instead, print for each dtype the smallest wrong factor on all gradients and the "
@@ -64,8 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
         fault_named(name)
     for layout in arguments.layout or ():
         parse(layout)
-    if arguments.right < 0:
-        raise BadCase("right", arguments.right, "an integer from 0")
     for name in ("names", "layout"):
         if arguments.sensitivity and (given := getattr(arguments, name)):
             right = "left out with --sensitivity, which plants its own faults on its own layout"
@@ -81,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in sensitivity_lines():
             print(line, flush=True)
         return SAME
-    code = _print_table(arguments.names, arguments.layout, arguments.every)
-    return explored(arguments.right) if arguments.right and code == SAME else code
+    return _print_table(arguments.names, arguments.layout, arguments.every)
 
 
 def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: bool) -> int:

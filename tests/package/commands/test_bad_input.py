@@ -74,7 +74,6 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_import
         ("explore --json /proc/x.json", "--json /proc/x.json should be a file"),
         ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
         ("explain --batch 4 --json a_file/x.json", "--json a_file/x.json should"),
-        ("faults sum_not_mean --layout 1x2 --right -1", "--right -1 should be an integer from 0"),
         ("faults --list nosuch", "'nosuch': one of accumulation_boundary"),
         ("faults --sensitivity sum_not_mean", "sum_not_mean should be left out with --sensitivity"),
         ("faults --sensitivity --layout 1x2", "--layout 1x2 should be left out with --sensitivity"),

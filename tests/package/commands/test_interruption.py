@@ -97,23 +97,6 @@ def test_sigterm_raises_once_and_is_not_forgotten_if_somebody_catches_it() -> No
     os.kill(os.getpid(), signal.SIGTERM)  # while the command cleans up
 
 
-@pytest.mark.usefixtures("default_sigterm")
-def test_without_sigterm_it_means_afterwards_what_it_meant() -> None:
-    with sigterm_interrupts() as interruption:
-        pass
-    assert not interruption.terminated
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_a_program_that_gave_sigterm_a_meaning_keeps_it() -> None:
-    got = list[int]()
-    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
-    with sigterm_interrupts():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert got == [signal.SIGTERM]
-
-
 def _waits(began: Any) -> None:
     began.set()
     time.sleep(30)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from ddp_equivalence import BadCase, Case, check
 from ddp_equivalence.commands.explain import Setup, explain, setup_like
@@ -174,92 +173,6 @@ def test_the_advice_for_tokens_gives_the_big_batchs_update(
     assert verdict.outcome == outcome, str(verdict)
 
 
-class Counts(nn.Module):
-    """One weight whose gradient is 1 for every micro-batch, so that a step shows its divisor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def forward(self, rows: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        return {"loss": self.weight + 0 * rows.sum()}
-
-
-class Records(torch.optim.SGD):
-    """Records the gradient of every step."""
-
-    def __init__(self, parameters: Any, seen: list[float]) -> None:
-        super().__init__(parameters, lr=1.0)
-        self.seen = seen
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        done = super().step(closure)
-        gradient = self.param_groups[0]["params"][0].grad
-        if gradient is not None:
-            self.seen.append(float(gradient))
-        return done
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_the_last_step_of_an_epoch_is_divided_as_it_says(name: str, tmp_path: Any) -> None:
-    needs(*LIBRARIES[name])
-    examples, batch, accumulation = 10, 2, 3
-    setup = setup_like(name, loss="mean", batch=batch, accumulation=accumulation, examples=examples)
-    epoch = explain(setup).epoch
-    assert epoch is not None
-    data = [{"rows": torch.ones(1), "labels": torch.ones(1)} for _ in range(examples)]
-    seen: list[float] = []
-    model = Counts()
-    if name == "hf-trainer":
-        from transformers import Trainer, TrainingArguments
-
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulation,
-            num_train_epochs=1,
-            max_grad_norm=0.0,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        optimizer = Records(model.parameters(), seen)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule)).train()  # type: ignore[arg-type]
-    elif name == "accelerate":
-        from accelerate import Accelerator
-
-        from ddp_equivalence.adapters.accelerate import forget_earlier_accelerators
-
-        forget_earlier_accelerators()
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-        loader: Any = DataLoader(data, batch)  # type: ignore[arg-type]
-        prepared = accelerator.prepare(model, Records(model.parameters(), seen), loader)
-        Loop(loss)(accelerator, *prepared)
-        forget_earlier_accelerators()
-    else:
-        from lightning.pytorch import Trainer as Lightning
-
-        from ddp_equivalence.adapters.lightning import QUIET, OneLoss
-
-        module = OneLoss(model, loss, partial(Records, seen=seen))
-        trainer = Lightning(
-            max_epochs=1,
-            accelerator="cpu",
-            accumulate_grad_batches=accumulation,
-            default_root_dir=str(tmp_path),
-            **QUIET,
-        )
-        trainer.fit(module, DataLoader(data, batch))  # type: ignore[arg-type]
-    assert len(seen) == epoch.steps
-    assert seen[:-1] == pytest.approx([1.0] * (epoch.steps - 1))
-    (counts,) = last_step_counts(explain(setup))
-    assert seen[-1] == pytest.approx(float(counts))
-    assert (seen[-1] == pytest.approx(1)) == (name == "hf-trainer")
-
-
 @pytest.mark.parametrize("examples", [7, 8, 15, 16, 17, 23, 40])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 2), (3, 1), (4, 2)])
 def test_accelerate_deals_the_batches_that_an_epoch_says(
@@ -278,28 +191,6 @@ def test_accelerate_deals_the_batches_that_an_epoch_says(
         assert len(dealt[-1]) == epoch.last_batch
         seen += [one for part in dealt for one in part]
     assert len(seen) - examples == epoch.repeated
-
-
-def test_the_scheduler_of_accelerate_moves_on_by_the_number_of_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    needs("accelerate")
-    from accelerate import Accelerator, scheduler
-
-    from ddp_equivalence.adapters.accelerate import forget_earlier_accelerators
-
-    forget_earlier_accelerators()
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(Counts().parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    _, prepared = accelerator.prepare(optimizer, schedule)
-    monkeypatch.setattr(scheduler, "AcceleratorState", partial(SimpleNamespace, num_processes=4))
-    optimizer.step()
-    prepared.step()
-    assert schedule.last_epoch == 4
-    forget_earlier_accelerators()
-    text = str(explain(setup_like("accelerate", batch=2, ranks_per_node=4)))
-    assert "moves on by 4 steps" in " ".join(text.split())
 
 
 def test_nanogpt_divides_its_micro_batches_among_the_ranks() -> None:
