@@ -21,7 +21,6 @@ from ddp_equivalence.diagnosis.examples_read import rows_read_unequally
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.time_left import (
     BY_MODULE,
-    LOSS,
     WHEREABOUTS,
     WRONG_HALF,
     OutOfTime,
@@ -62,16 +61,14 @@ class Localisation:
     "local gradients" if they are wrong but are reduced correctly; None if neither is certain.
     ``findings_by_module``: module -> the cause that fits on its parameters alone; None if a cause
     fits on all parameters. ``weight_multiples``: parameter -> c, where the difference is c times
-    the parameter itself. ``big_batch_loss``: the loss of the big batch; None if the loss of a rank
-    is not known. ``whereabouts``: where the difference is, with lines; None if it has a cause, or
-    if there was no time. ``rows``: which examples ranks read unequally often, as a sentence; "" if
-    none, or if not known.
+    the parameter itself. ``whereabouts``: where the difference is, with lines; None if it has a
+    cause, or if there was no time. ``rows``: which examples ranks read unequally often, as a
+    sentence; "" if none, or if not known.
     """
 
     wrong_half: Half | None = None
     findings_by_module: Mapping[str, Finding] | None = None
     weight_multiples: Mapping[str, float] | None = None
-    big_batch_loss: float | None = None
     whereabouts: Whereabouts | None = None
     rows: str = ""
 
@@ -100,7 +97,6 @@ def localise(
         wrong_half=wrong_half,
         findings_by_module=by_module,
         weight_multiples=multiples,
-        big_batch_loss=_big_batch_loss(view),
         whereabouts=None if has_cause else whereabouts_of(view, why_not_watched),
         rows=_rows(view),
     )
@@ -161,18 +157,6 @@ def _wrong_half(view: View) -> Half | None:
     if reduction_is_right and not local_is_right:
         return "local gradients"
     return "reduction" if local_is_right and not reduction_is_right else None
-
-
-def _big_batch_loss(view: View) -> float | None:
-    backwards = [view.observed.backwards(rank) for rank in view.observed.by_rank]
-    known = all(calls and all(one.loss is not None for one in calls) for calls in backwards)
-    if not backwards or not known:
-        return None
-    try:
-        return view.examples.big_batch_loss
-    except OutOfTime:
-        view.time.leave_out(LOSS)
-        return None
 
 
 def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[str, Finding]]:

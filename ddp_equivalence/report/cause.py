@@ -45,9 +45,6 @@ STATISTICS = (
 MIXTURE = 1e-6
 """An unexplained part below this is rounding: the gradient is a mixture of single gradients."""
 
-SAME_LOSS = 1e-4
-"""Losses that agree to four digits are called equal."""
-
 ORDINALS = ("First", "Second", "Third", "Fourth")
 COUNTS = {2: "two", 3: "three", 4: "four"}
 """Two causes that change the gradient, a collective that was not waited for, and masks."""
@@ -115,9 +112,6 @@ def _known(verdict: Verdict) -> Iterator[str]:
             f"{', '.join(dict.fromkeys(factors))} times the weights themselves, so that weight "
             "decay or a penalty is not the same as in the big batch"
         )
-    loss = localisation.big_batch_loss
-    if loss is not None and (there := _at_the_loss(verdict, loss)):
-        yield f"the big batch's loss is {text_of(loss, '.4g')}, and backward began {there}"
 
 
 def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
@@ -149,28 +143,6 @@ def _mixture(verdict: Verdict) -> Iterator[str]:
             f"what the ranks hold is a mixture of the {shares.pieces}' gradients, with other "
             "shares than in the big batch (see the shares below)"
         )
-
-
-def _at_the_loss(verdict: Verdict, whole: float) -> str:
-    """The ranks whose loss is the big batch's, ``whole``, or W times it, in words; "" if none.
-
-    The losses of a rank's micro-batches are added up.
-    """
-    world_size = verdict.case.ranks.world_size
-    losses = {
-        rank: sum(backward.loss or 0.0 for backward in seen.backwards)
-        for rank, seen in verdict.observed.items()
-    }
-    for factor in (1, world_size):
-        near = [
-            r for r, loss in losses.items() if abs(loss - factor * whole) <= SAME_LOSS * abs(loss)
-        ]
-        if near and world_size > 1:
-            others = [rank for rank in losses if rank not in near]
-            place = "at that loss" if factor == 1 else f"at {factor} times that loss"
-            exception = f", but not on {rank_names(others)}" if others else ""
-            return f"{place} on {rank_names(near)}{exception}"
-    return ""
 
 
 def _trial_lines(verdict: Verdict) -> list[Line]:

@@ -210,7 +210,9 @@ def _watched_run(verdict: Verdict) -> Iterator[str]:
 def _examples_read(verdict: Verdict) -> Iterator[str]:
     """Which examples the model was called with, in the step that differs."""
     view = verdict.view
-    if view is None or view.observed.examples_read is None:
+    if view is None:
+        return
+    if view.observed.examples_read is None:
         yield "it could not be recognised which examples the model was called with"
         return
     times, total = view.observed.times_read, view.setting.example_count

@@ -6,13 +6,12 @@ import argparse
 import re
 import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
-from ddp_equivalence.commands.explain.explanation import as_data, explain, explanation_text
+from ddp_equivalence.commands.explain.explanation import explain, explanation_text
 from ddp_equivalence.commands.explain.setup import (
     CHOICES,
     DEFAULTS,
@@ -20,7 +19,6 @@ from ddp_equivalence.commands.explain.setup import (
     Setup,
     setup_like,
 )
-from ddp_equivalence.commands.output import require_writable_file, write_json
 from ddp_equivalence.report.text import width_of
 
 if TYPE_CHECKING:
@@ -109,9 +107,6 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--full", action="store_true", help="also print how the answer follows, step by step"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,12 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises BadCase for a setup that cannot be right.
     """
-    require_writable_file("json", arguments.json)
     explanation = explain(setup_of(arguments))
-    data = as_data(explanation)
     with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
         print(explanation_text(explanation, arguments.full), end="", flush=True)
-        write_json("json", arguments.json, data)  # now, since the ranks may fail
         if not arguments.verify:
             return SAME
         from ddp_equivalence.ranks.server import start_early
@@ -134,7 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         verification = verify(explanation)
         print(f"\n{verification}", end="")
-    write_json("json", arguments.json, data | {"verification": verification.as_data()})
     return CODE_OF_VERIFICATION[verification.outcome]
 
 

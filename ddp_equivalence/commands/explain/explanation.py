@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import sqrt
-from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain.setup import SAYS, Epoch, Setup
@@ -317,15 +315,6 @@ def last_step_counts(explanation: Explanation, divisor: int = 0) -> set[Fraction
     shares = shares_of(setup, [(full, setup.batch), (1, epoch.last_batch)])
     undone = Fraction(setup.accumulation, divisor) if divisor else 1
     return {count * undone / right for _, count in shares}
-
-
-def as_data(explanation: Explanation) -> dict[str, Any]:
-    """Everything in the explanation, ready for json; ``factor_exact`` stands beside ``factor``."""
-    data: dict[str, Any] = json.loads(json.dumps(asdict(explanation), default=float))
-    data["factor_exact"] = str(explanation.factor)
-    if explanation.learning_rates is not None:
-        data["learning_rates"]["start"] = explanation.learning_rates.start
-    return data
 
 
 # Numbers as people read and paste them, and the explanation in words.

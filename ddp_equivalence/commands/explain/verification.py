@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
@@ -78,13 +78,6 @@ class Verification:
         """The worst outcome of any prediction."""
         outcomes = {prediction.outcome for prediction in self.comparisons}
         return next(one for one in ("different", "unknown", "same") if one in outcomes)
-
-    def as_data(self) -> dict[str, Any]:
-        """The verification, ready for json."""
-        ran = {name: getattr(self.setup, name) for name in SCALED}
-        data = asdict(self) | {"outcome": self.outcome, "ran": ran}
-        del data["setup"]
-        return data
 
     def __str__(self) -> str:
         verb = {"same": "it agrees", "different": "IT DIFFERS", "unknown": "not judged"}

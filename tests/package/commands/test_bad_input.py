@@ -73,7 +73,6 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_import
         ("explore --wrong -1", "--wrong -1 should be an integer from 0"),
         ("explore --json /proc/x.json", "--json /proc/x.json should be a file"),
         ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
-        ("explain --batch 4 --json a_file/x.json", "--json a_file/x.json should"),
         ("faults --list nosuch", "'nosuch': one of accumulation_boundary"),
         ("faults --sensitivity sum_not_mean", "sum_not_mean should be left out with --sensitivity"),
         ("faults --sensitivity --layout 1x2", "--layout 1x2 should be left out with --sensitivity"),
@@ -137,7 +136,7 @@ def test_what_is_no_argument_is_told_in_a_few_lines(
 @pytest.mark.usefixtures("_their_folder")
 def test_asking_whether_a_file_can_be_written_leaves_none_and_changes_none(tmp_path: Path) -> None:
     for name in ("old.json", "new.json"):
-        assert main(["explain", "--batch", "0", "--json", name]) == 2
+        assert main(["explore", "--right", "-1", "--json", name]) == 2
     assert (tmp_path / "old.json").read_text() == "old"
     assert not (tmp_path / "new.json").exists()
 
@@ -165,7 +164,6 @@ def test_the_results_of_a_run_are_in_the_folder_where_it_was_started(tmp_path: P
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("explain --batch 4 --json /dev/full", "batch"),
         ("explore --right 8 --json /dev/full", "8 random right cases: 0 false alarms"),
         ("run tests/equivalence/test_ddp_gathered.py -k 1x2 --json /dev/full", "compared"),
     ],

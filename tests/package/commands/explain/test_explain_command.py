@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -54,10 +52,6 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
             "--batch 4 --parallelism data-parallel --nodes 2",
             "--nodes 2 should be 1: data-parallel is one process",
         ),
-        (
-            "--batch 4 --json /nowhere/at/all.json",
-            "--json /nowhere/at/all.json should be a file in",
-        ),
     ],
 )
 def test_bad_input_is_named_as_it_was_typed(
@@ -85,28 +79,9 @@ def test_what_is_no_argument_ends_with_two(line: str) -> None:
     assert ended.value.code == 2
 
 
-def test_the_file_has_everything_that_the_text_says(tmp_path: Path) -> None:
-    path = tmp_path / "explained.json"
-    line = "--batch 4 --ranks-per-node 2 --loss sum --known-good 2@0.01 --examples 101 --json"
-    assert run(f"{line} {path}") == 0
-    found = json.loads(path.read_text())
-    assert (found["effective_batch"], found["factor"], found["factor_exact"]) == (8, 4.0, "4")
-    assert found["is_multiple"] is True
-    assert found["learning_rates"]["linear"] == found["learning_rates"]["start"] == 0.01
-    assert found["epoch"]["steps"] == 13
-    assert found["setup"]["known_good"] == {"batch": 2, "learning_rate": 0.01, "loss": "mean"}
-    assert "verification" not in found
-
-
-def test_what_ranks_confirm_ends_with_zero(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "explained.json"
-    line = "--batch 4 --ranks-per-node 2 --loss sum --known-good 8@0.1 --verify --json"
-    assert run(f"{line} {path}") == 0
+def test_what_ranks_confirm_ends_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--batch 4 --ranks-per-node 2 --loss sum --known-good 8@0.1 --verify") == 0
     assert "gradient, 4 g: the same on every rank (error " in capsys.readouterr().out
-    found = json.loads(path.read_text())["verification"]
-    assert (found["outcome"], len(found["comparisons"])) == ("same", 2)
 
 
 def test_arithmetic_that_ranks_do_not_confirm_ends_with_one(
@@ -123,16 +98,16 @@ def test_arithmetic_that_ranks_do_not_confirm_ends_with_one(
 
 
 def test_what_fails_in_the_verification_ends_with_three(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(explanation: Explanation) -> object:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(verification, "verify", broken)
-    path = tmp_path / "explained.json"
-    assert main(["explain", "--batch", "4", "--verify", "--json", str(path)]) == 3
-    assert "RuntimeError: out of luck" in capsys.readouterr().err
-    assert json.loads(path.read_text())["effective_batch"] == 4
+    assert main(["explain", "--batch", "4", "--verify"]) == 3
+    text, errors = capsys.readouterr()
+    assert "RuntimeError: out of luck" in errors
+    assert text.startswith("Effective batch 4.")
 
 
 def test_the_help_says_what_is_run_and_what_not_divided_means(
