@@ -168,11 +168,15 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Listed:
-    """Texts of one line each, of which the first ones are shown, and how many more there are."""
+    """Texts, of which the screen shows the first ones, each cut to a line, and how many more there
+    are.
+    """
 
     texts: Sequence[str]
 
     def lines(self, shape: Shape) -> list[Line]:
+        if shape.listed == EVERYTHING:
+            return [line for text in self.texts for line in Sentences(text).lines(shape)]
         left_out = len(self.texts) - shape.listed
         more = [f"... and {left_out} more"] if left_out > 0 else []
         shown = (*self.texts[: shape.listed], *more)

@@ -22,7 +22,7 @@ def mlp(layout: str, dtype: torch.dtype = torch.float64) -> Case:
 
 @pytest.mark.parametrize(
     ("dtype", "delta", "shown"),
-    [(torch.float64, 2e-6, "1.0000020 g"), (torch.float32, 2e-3, "1.0020 g")],
+    [(torch.float64, 2e-6, "1.000002 times"), (torch.float32, 2e-3, "1.002 times")],
 )
 def test_a_small_factor_is_caught_and_printed(dtype: torch.dtype, delta: float, shown: str) -> None:
     """No limit of a diagnosis lies at such a factor, so rounding does not decide what is said."""

@@ -69,7 +69,7 @@ def divides_a_buffer_by_eight(model: nn.Module, shard: Any, rank: Rank) -> None:
 def test_a_number_that_was_not_seen_is_not_two_causes(layout: str) -> None:
     verdict = check(case(layout), divides_a_buffer_by_eight)
     assert len(verdict.causes) < 2, verdict
-    assert "every rank holds 0.500 g" in report_of(verdict)
+    assert "every rank holds 0.50 0.50" in report_of(verdict)
 
 
 class TwoHeads(nn.Module):
