@@ -122,7 +122,7 @@ def test_a_reader_who_has_read_enough_changes_nothing(folder: Path) -> None:
     )
     code, text, errors = in_shell(folder, line)
     assert (code, errors) == (0, "")
-    assert text.startswith("8 random right cases")
+    assert text.startswith("8 random cases")
     assert (folder / "out.json").exists()
 
 

@@ -215,7 +215,7 @@ def crowded(verdict: Verdict, lines: int, detail: str, note: str, repeat: int) -
 def test_every_report_fits_on_one_screen(verdict: Verdict) -> None:
     sizes = set()
     for lines, detail, note, repeat in itertools.product(
-        (0, 1, 2, 3), ("", LONG), ("", LONG), (0, 40, 180)
+        (0, 1, 3), ("", LONG), ("", LONG), (0, 180)
     ):
         found = crowded(verdict, lines, detail, note, repeat)
         texts = [line.text for line in report_lines(found)]
