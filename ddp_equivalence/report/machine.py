@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ddp_equivalence.measurement.returned import Tf32
 from ddp_equivalence.ranks.environment import DEFAULTS
 from ddp_equivalence.ranks.gpu_room import SEVERAL
-from ddp_equivalence.ranks.gpus import Gpu, Gpus, Link, gpus, visible_gpus
+from ddp_equivalence.ranks.gpus import Gpu, Gpus, gpus, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, torchs_precision
 from ddp_equivalence.report.record import versions
@@ -77,8 +77,6 @@ def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
         yield f"  driver {box.gpus.driver}{f', which runs CUDA up to {runs}' if runs else ''}"
     for gpu in box.gpus.gpus:
         yield f"  GPU {gpu.index}: {', '.join(_gpu_texts(gpu, with_uuids))}"
-    if len(box.gpus.gpus) > 1:
-        yield from _links(box.gpus)
     if box.has_gpus:
         yield f"  {_allowed(box)}"
     if box.devices:
@@ -139,31 +137,6 @@ def _gpu_texts(gpu: Gpu, with_uuid: bool) -> Iterator[str]:
         yield f"{count} {plural(count, 'process', 'processes')} on it"
     if with_uuid and gpu.uuid:
         yield gpu.uuid
-
-
-def _links(found: Gpus) -> Iterator[str]:
-    """The P2P matrix: how the GPU of a row can reach the memory of the GPU of a column."""
-    indices = [gpu.index for gpu in found.gpus]
-    width = 6
-    yield f"  {'P2P':<6}" + "".join(f"{f'GPU {index}':>{width}}" for index in indices)
-    for row in indices:
-        cells = ["-" if row == column else _cell(found.link(row, column)) for column in indices]
-        yield f"  {f'GPU {row}':<6}" + "".join(f"{cell:>{width}}" for cell in cells)
-    yield (
-        "    NV: NVLink; PIX, PXB, PHB, NODE, SYS: PCI Express, from near to far; "
-        "no: not directly; ?: unknown"
-    )
-    refused = Counter(link.p2p for link in found.links if link.p2p not in ("ok", None))
-    for reason, count in refused.items():
-        yield f"    not directly for {count} {plural(count, 'pair')}: {reason}"
-
-
-def _cell(link: Link | None) -> str:
-    if link is None or link.p2p is None:
-        return "?"
-    if link.p2p != "ok":
-        return "no"
-    return "NV" if link.nvlink else link.path or "ok"
 
 
 def _allowed(box: Box) -> str:
