@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.explanation import beta, explanation_text, number, times
+from ddp_equivalence.commands.explain.explanation import explanation_text, number
 from ddp_equivalence.commands.main import main
 
 ROOT = Path(__file__).parents[4]
@@ -199,26 +199,6 @@ def test_the_text_is_set_in_the_width_it_is_given(width: int) -> None:
 def test_numbers_are_as_people_paste_them(value: Fraction | float, text: str) -> None:
     assert number(value) == text
     assert float(text) == pytest.approx(float(value), rel=1e-3)
-
-
-def test_multiples_are_fractions_only_where_that_is_shorter() -> None:
-    exact = ("4", "15/4", "2/3", "1/4", "5/3", "1/4096", "1001/4096")
-    texts = [times(Fraction(one)) for one in exact]
-    assert texts == ["4", "3.75", "2/3", "1/4", "5/3", "1/4096", "0.2444"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (Fraction(9, 10), "0.9"),
-        (Fraction(0), "0"),
-        (Fraction(-3, 5), "-0.6"),
-        (1 - Fraction(1, 64000), "0.999984375"),
-        (1 - Fraction(1, 300000), "0.999996667"),
-    ],
-)
-def test_a_beta_is_as_far_from_1_as_it_should_be(value: Fraction, text: str) -> None:
-    assert beta(value) == text
 
 
 def test_explaining_imports_no_torch() -> None:
