@@ -407,8 +407,10 @@ class OwnCase:
 
     ``given``: fields of the case and ``examples``, from the command line. The code of a trainer
     (``compare="update"``) fixes how many ranks there are and how many examples each step has, so
-    these do not vary. Raises BadCase if no variation could run.
+    these do not vary. ``refused``: why some of them cannot be.
     """
+
+    refused: BadCase | None = None
 
     def __init__(self, user_check: UserCheck, given: Mapping[str, Any]) -> None:
         case, options = user_check.case, user_check.options
@@ -424,21 +426,20 @@ class OwnCase:
         self._available = CATALOGUE_EXAMPLES
         if self._by_position or self._examples is not None:
             self._available = build.examples_in(of_case)
-        layouts = [given["layout"]] if "layout" in given else []
-        for name in () if layouts else dict.fromkeys([*OWN_LAYOUTS, case.layout]):
-            alike = not trains or parse(name).world_size == case.ranks.world_size
-            fits = shards is None or _has_shards(name, shards)
-            if alike and fits and _layout_suits(user_check.step, name):
-                layouts.append(name)
-        if not layouts:
-            right = "shards for as many ranks as one of these layouts has"
-            raise BadCase("shards", shards, f"{right}: {', '.join(OWN_LAYOUTS)}")
+        layouts = [
+            name
+            for name in dict.fromkeys([*OWN_LAYOUTS, case.layout])
+            if not trains or parse(name).world_size == case.ranks.world_size
+            if _layout_suits(user_check.step, name)
+        ]
         self._shards_vary = shards is None
         dtypes = dict.fromkeys([*DTYPES, case.dtype])
         self.space = Space(
             (
                 OWN_SHARDS if shards is None else [shards],
-                sorted(layouts, key=lambda name: parse(name).world_size),
+                [given["layout"]]
+                if "layout" in given
+                else sorted(layouts, key=lambda name: parse(name).world_size),
                 range(1, self._available + 1),
                 (1, 2, 3) if steps is None else [steps],
                 [given["dtype"]] if "dtype" in given else list(dtypes),
@@ -453,11 +454,17 @@ class OwnCase:
         """``each``: the examples of one step, as far as nothing else decides on them."""
         batches = steps if self._by_position and isinstance(steps, int) else 1
         ranks = parse(layout).world_size
-        sizes = explicit_sizes(shards, ranks)
+        try:
+            sizes = explicit_sizes(shards, ranks)
+        except BadCase as error:
+            self.refused = error
+            return None
         if self._takes_all:
             if self._available % batches:
                 return None
             each = self._available // batches
+            if sizes is not None and isinstance(steps, int) and sum(sizes) != each:
+                return None
         elif sizes is not None:
             each = sum(sizes)
         elif shards in EVEN_SHARDS:
@@ -470,18 +477,12 @@ class OwnCase:
         return Variation(layout, shards, taken, dtype, seed, steps)
 
 
-def _has_shards(layout: str, shards: str) -> bool:
-    try:
-        explicit_sizes(shards, parse(layout).world_size)
-    except BadCase:
-        return False
-    return True
-
-
 def _fit(shards: str, examples: int, ranks: int) -> bool:
     """True if the shards are what their name says. On one rank all are alike, and one is enough."""
-    if ranks == 1 or (shards in EVEN_SHARDS and examples % ranks):
+    if ranks == 1:
         return shards == "equal"
+    if shards in EVEN_SHARDS:
+        return examples % ranks == 0
     return NAMED_SIZES[shards](examples, ranks).count(0) == (shards == "empty")
 
 
@@ -522,6 +523,8 @@ def search_variations(
     search = Search[Variation]()
     drawn = own.space.draw(wanted, "0")
     if not drawn:
+        if own.refused is not None:
+            raise own.refused
         right = "left out: there are too few examples for the ranks and steps that are given"
         raise BadCase("explore", wanted, right)
     search.try_all(drawn, lambda one: one.layout, judge)
