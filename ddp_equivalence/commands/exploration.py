@@ -497,7 +497,6 @@ def search_variations(
     ``repeat`` writes the command that repeats one. Raises BadCase if no variation can run at all.
     """
     own = OwnCase(user_check, given)
-    show(f"{wanted} variations of {own.case}")
     refused: list[BadCase] = []
 
     def judge(variation: Variation) -> Judged:
@@ -527,6 +526,7 @@ def search_variations(
             raise own.refused
         right = "left out: there are too few examples for the ranks and steps that are given"
         raise BadCase("explore", wanted, right)
+    show(f"{len(drawn)} variations of {own.case}")
     search.try_all(drawn, lambda one: one.layout, judge)
     if refused and search.count(outcome="refused") == len(search.judged):
         raise refused[0]
