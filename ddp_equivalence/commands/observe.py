@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
@@ -14,7 +14,6 @@ from ddp_equivalence.report.text import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.observed_scripts.recording import ObserveOptions
 
 
 def add(commands: Commands) -> None:
@@ -68,7 +67,10 @@ def _add_options_of_the_runs(parser: argparse.ArgumentParser) -> None:
         "auto (the default) takes float64 unless the script fails in it",
     )
     parser.add_argument(
-        "--no-dropout", action="store_true", help="let the script drop nothing, in both runs"
+        "--no-dropout",
+        dest="dropout",
+        action="store_false",
+        help="let the script drop nothing, in both runs",
     )
     parser.add_argument(
         "--as-cpu",
@@ -122,7 +124,7 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Observe the command and print the report."""
-    from ddp_equivalence.observed_scripts.recording import ScriptFailed
+    from ddp_equivalence.observed_scripts.recording import ObserveOptions, ScriptFailed
     from ddp_equivalence.observed_scripts.report import report_lines, write_json
     from ddp_equivalence.observed_scripts.script_observation import observe, plan
 
@@ -130,6 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
     if command[:1] == ["--"]:
         command = command[1:]
     require_writable_file("json", arguments.json)
+    given = vars(arguments)
+    names = ObserveOptions.__annotations__.keys() & given.keys()
+    options = cast(ObserveOptions, {name: given[name] for name in names})
     reports = settings.replaced(
         full_report=arguments.full,
         full_report_with="--full before the --",
@@ -138,10 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
     with settings.using(reports):
         try:
             if arguments.plan:
-                lines = plan(command, **_options(arguments))
+                lines = plan(command, **options)
                 print(painted(lines, sys.stdout), end="")
                 return SAME
-            observed = observe(command, **_options(arguments))
+            observed = observe(command, **options)
         except ScriptFailed as error:
             print(f"unknown: {error}")
             return NOT_JUDGED
@@ -151,20 +156,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.strict and observed.outcome == "same" and observed.warnings:
         return DIFFERENT
     return EXIT_CODE_OF_OUTCOME[observed.outcome]
-
-
-def _options(arguments: argparse.Namespace) -> ObserveOptions:
-    return {
-        "steps": arguments.steps,
-        "from_step": arguments.from_step,
-        "one_process": arguments.one_process,
-        "flat": arguments.flat,
-        "precision": arguments.precision,
-        "dropout": not arguments.no_dropout,
-        "as_cpu": arguments.as_cpu,
-        "in_place": arguments.in_place,
-        "keep": arguments.keep,
-        "deadline": arguments.deadline,
-        "plant": arguments.plant,
-        "export": arguments.export,
-    }
