@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -136,25 +136,35 @@ class Search(Generic[Value]):
         """Judge the values, layout after layout, so that ranks are started once for each. Then
         make one value of each kind that is wrong as small as it can be. Ctrl-C ends the search.
         """
-        layouts = {name: parse(name).world_size for name in map(layout, drawn)}
         try:
-            for name in sorted(layouts, key=lambda one: (layouts[one], one)):
-                counts = Counter[str]()
-                for value in (one for one in drawn if layout(one) == name):
-                    self.judged[value] = judge(value)
-                    counts[self.judged[value].outcome] += 1
-                    if self.count(reason=TIMED_OUT) == MOST_TIMEOUTS:
-                        self.stopped = f"stopped after {MOST_TIMEOUTS} cases that timed out"
-                        return
-                text = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-                show(f"  {name:<16}{counts.total():>5}    {text}")
-            for kind in sorted({self.judged[value].wrong for value in drawn} - {""}):
-                of_kind = [at for one, at in drawn.items() if self.judged[one].wrong == kind]
+            self._judge_all(drawn, layout, judge)
+            for kind in sorted({one.wrong for one in self.judged.values()} - {""}):
+                of_kind = [drawn[value] for value, one in self.judged.items() if one.wrong == kind]
                 space, point = min(of_kind, key=lambda at: at[1])
                 smallest = space.smallest(point, judge, kind)
                 self.smallest.append((smallest, judge(smallest)))
         except KeyboardInterrupt:
             self.stopped = "interrupted"
+
+    def _judge_all(
+        self,
+        values: Iterable[Value],
+        layout: Callable[[Value], str],
+        judge: Callable[[Value], Judged],
+    ) -> None:
+        by_layout: dict[str, list[Value]] = {}
+        for value in values:
+            by_layout.setdefault(layout(value), []).append(value)
+        for name in sorted(by_layout, key=lambda one: (parse(one).world_size, one)):
+            counts = Counter[str]()
+            for value in by_layout[name]:
+                self.judged[value] = judge(value)
+                counts[self.judged[value].outcome] += 1
+                if self.count(reason=TIMED_OUT) == MOST_TIMEOUTS:
+                    self.stopped = f"stopped after {MOST_TIMEOUTS} cases that timed out"
+                    return
+            text = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+            show(f"  {name:<16}{counts.total():>5}    {text}")
 
     def count(self, **fields: str) -> int:
         """The number of results with these fields."""

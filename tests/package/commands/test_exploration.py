@@ -112,6 +112,19 @@ def test_the_simplest_value_is_found_a_field_at_a_time() -> None:
     assert space.smallest((400, 700), judge, "wrong") == (0, 100)
 
 
+def test_a_search_stops_after_a_few_cases_that_time_out_and_shows_the_smallest() -> None:
+    def judge(value: tuple[int]) -> Judged:
+        late = value[0] >= 5
+        return Judged("failed", exploration.TIMED_OUT, "failed") if late else Judged("same", "")
+
+    space, search = Space((range(20),), lambda value: (value,)), Search[tuple[int]]()
+    drawn = {(value,): (space, (value,)) for value in (1, 9, 8, 7, 6, 11)}
+    search.try_all(drawn, lambda value: "1x2", judge)
+    assert list(search.judged) == [(1,), (9,), (8,), (7,)]
+    assert "3 cases that timed out" in search.stopped
+    assert [value for value, _ in search.smallest] == [(5,)]
+
+
 def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_cause", lambda trial: None)  # as if all were promised
     monkeypatch.setattr(exploration, "portable_strategies", lambda: ("manual_all_reduce_sum",))
