@@ -12,7 +12,7 @@ from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.view import View, with_measurement
 from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.observed_scripts.as_case import GradientKind
+from ddp_equivalence.observed_scripts.recorded_step import GradientKind
 
 MARKED = "> marks where the ranks part from one process that has all rows."
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +14,15 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.gradients import digest
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
-from ddp_equivalence.observed_scripts.query import AnswerOfStep, State
+from ddp_equivalence.observed_scripts.query import State
 from ddp_equivalence.observed_scripts.record import Record, Row
+from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, OWN, GradientKind, Step
 from ddp_equivalence.observed_scripts.rows import Part, joined
 
 # An observed step as a case: its examples are the rows that the ranks read, and its loss asks the
 # script itself for the gradient of any of them.
 #
 # So the comparison and the diagnosis of ``check`` need to know nothing of scripts.
-
-GradientKind = Literal["before_clip", "held", "own", "stale"]
-BEFORE_CLIP: GradientKind = "before_clip"
-HELD: GradientKind = "held"
-OWN: GradientKind = "own"
-STALE: GradientKind = "stale"
-"""Gradients of a rank: before they are clipped, as the optimizer gets them, its own, before any
-reduction, or those that were there before the step went backward."""
 
 MOST_LABELS = 1 << 20
 """Tensors with more elements than this are not looked at as labels."""
@@ -57,11 +49,20 @@ class ObservedStep:
     state: State = field(default_factory=State)
 
     @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.record.world_size)
+
+    def of_rank(self, rank: int) -> Step:
+        """What a rank did in the step."""
+        return self.record.step(rank, self.number)
+
+    @property
     def elements(self) -> int:
         """The number of elements of the weights and buffers."""
-        return sum(map(prod, self.record.reader(0, self.number).shapes("weights/").values()))
+        return sum(one.numel() for one in self.of_rank(0).states.values())
 
-    def answer(self, rows: Sequence[int], nudge: int = 0) -> AnswerOfStep:
+    def answer(self, rows: Sequence[int], nudge: int = 0) -> Step:
         """What the script computes from these rows alone. ``nudge``: as in ``Query``.
 
         Raises CannotReplay.
@@ -75,8 +76,11 @@ class ObservedStep:
         """What backward computes from these rows in one process, as ``gradients`` with ``OWN`` on a
         rank. Raises CannotReplay.
         """
-        found = self.answer(rows).gradients(OWN)
-        return {self.short(name): gradient for name, gradient in found.items()}
+        return self.by_short_name(self.answer(rows).computed)
+
+    def by_short_name(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The gradients, by the names that reports use."""
+        return {self.short(name): gradient for name, gradient in gradients.items()}
 
     @property
     def everything(self) -> tuple[int, ...]:
@@ -88,32 +92,25 @@ class ObservedStep:
         """The numbers of the rows that each rank read."""
         return tuple(
             tuple(number for number, row in enumerate(self.rows) if row.rank == rank)
-            for rank in range(self.record.world_size)
+            for rank in self.ranks
         )
 
     def short(self, name: str) -> str:
         """A parameter's name without that of its module, if only one module is trained."""
-        held = self.record.reader(0, self.number).gradient_names("held/")
-        modules = {one.partition(":")[0] for one in held}
+        modules = {one.partition(":")[0] for one in self.of_rank(0).stepped}
         return name.partition(":")[2] if len(modules) == 1 else name.replace(":", ".")
 
     def gradients(self, rank: int, kind: GradientKind) -> dict[str, Tensor | None]:
         """The gradients of a rank, of the parameters that its optimizer has."""
-        reader = self.record.reader(rank, self.number)
-        names = (*reader.gradient_names("held/"), *reader.step.without_gradient)
-        values = reader.below(f"{kind}/")
-        if kind == BEFORE_CLIP and not values:
-            values = reader.below("held/")
-        return {self.short(name): values.get(name) for name in names}
+        return self.by_short_name(self.of_rank(rank).gradients(kind))
 
     def digests_of_rows(self, rank: int) -> dict[str, str]:
         """A digest of everything that a rank read in the group of steps, by where it was read."""
         found = {}
         for number in self.group:
-            reader = self.record.reader(rank, number)
-            prefix = "batch/" if self.record.feed == "loader" else "call/"
-            for path, tensor in reader.below(prefix).items():
-                found[f"{number}/{path}"] = digest({path: tensor})
+            for place, rows in enumerate(self.record.step(rank, number).read_rows):
+                for path, tensor in rows.all_tensors():
+                    found[f"{number}/{place}/{path}"] = digest({path: tensor})
         return found
 
     def labels(self) -> dict[str, Tensor]:
@@ -138,11 +135,10 @@ class ObservedStep:
 
     def weights(self) -> dict[str, Tensor]:
         """The weights of the parameters that are compared, at the beginning of the step."""
-        reader = self.record.reader(0, self.number)
-        names = (*reader.gradient_names("held/"), *reader.step.without_gradient)
+        names = self.of_rank(0).held
         found: dict[str, Tensor] = {}
         for number in self.group:  # a module may have been called before an earlier step of these
-            weights = self.record.reader(0, number).below("weights/")
+            weights = self.record.step(0, number).states
             if number <= self.number:
                 found |= {name: weights[name] for name in names if name in weights}
         return {self.short(name): found[name] for name in names if name in found}
@@ -163,7 +159,7 @@ def as_case(step: ObservedStep, kind: GradientKind, layout: str) -> Case:
 
     def build() -> nn.Module:
         model = _model(weights)
-        if step.record.step(0, step.number).batch_norm:  # a hypothesis asks whether there is one
+        if step.of_rank(0).batch_norm:  # a hypothesis asks whether there is one
             norm = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
             model.add_module("batch norm of the script", norm)
         return model
@@ -180,7 +176,7 @@ def as_case(step: ObservedStep, kind: GradientKind, layout: str) -> Case:
         except CannotReplay as error:
             raise ValueError(str(error)) from error
         parameters = dict(model.named_parameters())
-        found = {step.short(name): one for name, one in answer.gradients(kind).items()}
+        found = step.by_short_name(answer.gradients(kind))
         value = sum(answer.losses)
         gradients = [found.get(name) for name in order]
         result: Tensor = _Known.apply(value, gradients, *(parameters[name] for name in order))  # type: ignore[no-untyped-call]
@@ -287,9 +283,8 @@ def holds_the_mean_of_own(step: ObservedStep, more: GradientKind | None = None) 
     """True if every rank holds the mean of what the ranks computed. ``more``: a kind of gradients
     that is added to each rank's own.
     """
-    ranks = range(step.record.world_size)
     kinds = (OWN, more) if more else (OWN,)
-    computed = [step.gradients(rank, kind) for rank in ranks for kind in kinds]
-    terms = [(-1.0 / len(ranks), one) for one in computed]
-    held = [step.gradients(rank, BEFORE_CLIP) for rank in ranks]
+    computed = [step.gradients(rank, kind) for rank in step.ranks for kind in kinds]
+    terms = [(-1.0 / len(step.ranks), one) for one in computed]
+    held = [step.gradients(rank, BEFORE_CLIP) for rank in step.ranks]
     return all(distance([(1.0, one), *terms]) <= rounding_of(one) for one in held)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,41 +50,32 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.observed_scripts import not_comparable
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
-from ddp_equivalence.observed_scripts.as_case import (
-    BEFORE_CLIP,
-    HELD,
-    GradientKind,
-    ObservedStep,
-    as_case,
-)
-from ddp_equivalence.observed_scripts.differences_between_ranks import (
-    OF_BATCH_NORM,
-    lines_at,
-    other_optimizers_step,
-    tensors_differ_between_ranks,
-)
-from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun, read_operations
+from ddp_equivalence.observed_scripts.as_case import ObservedStep, as_case
+from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
 from ddp_equivalence.observed_scripts.not_comparable import (
     against_an_idle_plant,
     against_the_names,
-    draws_by_rank,
     draws_otherwise,
-    limited_by_hooks,
     padded_by_guess,
     reads_otherwise,
-    reduces_after_clipping,
-    rows_depend_on_each_other,
     unfaithful,
+    wrong_though_averaged,
 )
-from ddp_equivalence.observed_scripts.oracle import TOO_SLOW, CannotReplay, order_of
+from ddp_equivalence.observed_scripts.oracle import CannotReplay, order_of
 from ddp_equivalence.observed_scripts.query import RowOrder, State
-from ddp_equivalence.observed_scripts.recorded_step import Place
-from ddp_equivalence.observed_scripts.without_reference import (
+from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, GradientKind, Place
+from ddp_equivalence.observed_scripts.seen_in_record import (
+    OF_BATCH_NORM,
     SAME_DATA,
     clipped_otherwise,
     faults_seen,
+    line_of_buffer,
+    lines_at,
     micro_batches_added_up,
+    other_optimizers_step,
+    reduces_after_clipping,
     stale_gradients,
+    tensors_differ_between_ranks,
 )
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
@@ -118,11 +108,14 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     if (why := against_an_idle_plant(step)) is not None:
         return unknown(verdict, why)
     faults = tuple(faults_seen(step))
-    records = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
     if verdict.outcome == "different" and not faults:
         guessed = padded_by_guess(step)
         verdict = verdict if guessed is None else unknown(verdict, guessed)
-    if verdict.outcome == "same" and kind != HELD and any(one.clips for one in records):
+    if (
+        verdict.outcome == "same"
+        and kind != HELD
+        and any(step.of_rank(rank).clips for rank in step.ranks)
+    ):
         clipped = _compared(script, step, HELD)
         if clipped.outcome == "different":
             seen_scaled = any(one.cause == WHILE_SCALED.name for one in faults)
@@ -142,8 +135,8 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: GradientKind)
     Where all ranks draw the same, their numbers may also belong to no row.
     """
     verdict = _compared(script, step, kind)
-    oracle, ranks = step.oracle, range(step.record.world_size)
-    draws = any(step.record.step(rank, step.number).draws for rank in ranks)
+    oracle = step.oracle
+    draws = any(step.of_rank(rank).draws for rank in step.ranks)
     if oracle is None or not draws or verdict.outcome != "different":
         return verdict
     usual, missed, alike = oracle.row_order, oracle.missed, oracle.alike
@@ -158,16 +151,6 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: GradientKind)
             return other
     oracle.row_order, oracle.missed, oracle.alike = usual, missed, alike
     return verdict
-
-
-def rows_may_be_elsewhere(verdicts: Iterable[Verdict]) -> bool:
-    """True if what was taken for rows may be none, such as the steps of a sequence: another order
-    of them gives other gradients, or they cannot be joined.
-    """
-    cannot = [one for one in verdicts if one.unknown_because is UnknownBecause.CANNOT_REPLAY]
-    return any(map(order_matters, verdicts)) or any(
-        not one.reason.startswith(TOO_SLOW) for one in cannot
-    )
 
 
 def order_matters(verdict: Verdict) -> bool:
@@ -245,7 +228,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         return unknown(verdict, why)
     second = look_closer(step, verdict)
     if not second.observations:
-        held = {r: step.gradients(r, analysis.kind) for r in range(step.record.world_size)}
+        held = {r: step.gradients(r, analysis.kind) for r in step.ranks}
         seen = observations(step, analysis.sample_of_step(0), held)
         second = replace(second, observations=seen)
     analysis.observed = seen = dict(second.observations)
@@ -256,11 +239,11 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*tensors_differ_between_ranks(step), *findings)
     if not any(one.accepted for one in findings):
         missed = step.oracle is not None and step.oracle.missed  # then rows differ by chance
-        coupled = () if missed else rows_depend_on_each_other(step, analysis.view)
-        findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
+        averaged = () if missed else wrong_though_averaged(step, analysis.view)
+        findings = (*averaged, *findings)
     best = findings[0] if findings and findings[0].accepted else None
     if best is None or step.record.is_cut_short(step.group):
-        why = unfaithful(step, second) or draws_otherwise(step, analysis) or draws_by_rank(step)
+        why = unfaithful(step, second) or draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)
     findings = with_one_process(step, analysis, findings, second)
@@ -274,7 +257,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
 
 
 def _subject(script: Script, step: ObservedStep) -> str:
-    optimizers = " + ".join(step.record.step(0, step.number).optimizers)
+    optimizers = " + ".join(step.of_rank(0).optimizers)
     return f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})"
 
 
@@ -351,7 +334,7 @@ def measured(
     tolerance = Tolerance(reference.lowest_dtype)
     comparator = Comparator(reference.expected, expected.described, tolerance)
     evidence, sampled = {}, {}
-    for rank in range(step.record.world_size):
+    for rank in step.ranks:
         gradients: dict[GradientKey, Tensor | None] = {
             (0, name): one for name, one in step.gradients(rank, kind).items()
         }
@@ -364,7 +347,7 @@ def measured(
             if gradient is not None and key in sample.sizes
         }
         evidence[rank] = _evidence(step, rank, gradients)
-    names = {name for rank in evidence for name in step.record.step(rank, step.number).autocast}
+    names = {name for rank in evidence for name in step.of_rank(rank).autocast}
     autocast = max(
         (AUTOCAST[name] for name in names if name in AUTOCAST),
         key=lambda dtype: torch.finfo(dtype).eps,
@@ -386,7 +369,7 @@ def measured(
 def _evidence(
     step: ObservedStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
 ) -> Evidence:
-    recorded = step.record.step(rank, step.number)
+    recorded = step.of_rank(rank)
     return Evidence(
         examples=(step.rows_by_rank[rank],),
         data=step.digests_of_rows(rank),
@@ -502,45 +485,41 @@ def with_state_of_one_process(
         return verdict
     if beside.outcome != "different":
         return verdict
-    buffers = step.record.step(0, step.number).earlier.buffers
-    place = next((buffers[one.name] for one in moved if one.name in buffers), None)
     note = f"changes {step.short(moved[0].name)}, and not as one process with all rows does"
     finding = replace(
         finding_of_state([replace(one, name=step.short(one.name)) for one in moved], {}, {}),
         unexplained=0.0,
-        lines=() if place is None else lines_at(place, note),
+        lines=lines_at(line_of_buffer(step, moved[0].name), note),
     )
     return replace(beside, cause=finding.cause, findings=(finding,))
 
 
 def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
     """The buffers that rank 0 had otherwise at the beginning of the step than one process, which
-    computes the step before with all rows; and where those of the one process are. None are known
-    if it leaves others when it is asked twice: a counter may decide. Raises CannotReplay.
+    has computed the step before with all rows; and where those of the one process are. None are
+    known if it did not compute the two steps one after the other. Raises CannotReplay.
     """
     before, oracle = step.before, step.oracle
     if before is None or oracle is None or step.number != step.group[0]:
         return [], State()
-    now, earlier = (one.record.reader(0, one.number) for one in (step, before))
-    weights = {*now.gradient_names("held/"), *now.step.without_gradient}
+    now, earlier = step.of_rank(0), before.of_rank(0)
     changed = {
         name: value
-        for name, value in now.below("weights/").items()
-        if name not in weights and not name.endswith(OF_BATCH_NORM)
-        if not _equal(earlier.tensor(f"weights/{name}"), value)
+        for name, value in now.states.items()
+        if name not in now.held and not name.endswith(OF_BATCH_NORM)
+        if not _equal(earlier.states.get(name), value)
     }
-    if not changed:
+    answer = oracle.answer(step.group, step.rows)
+    alone = answer.steps[0]
+    of_ranks = sum(before.of_rank(rank).rows_of_calls for rank in step.ranks)
+    if answer.missed or alone.left_by != (before.number, of_ranks):
         return [], State()
-    asked = before.group, before.rows, step.group, step.rows
-    answer, again = (oracle.buffers_carried_over(*asked).steps[0] for _ in range(2))
-    right, repeated = answer.state_left(), again.state_left()
     moved = [
         BufferBeside(name, error, (0,))
         for name, value in changed.items()
-        if name in right and _equal(repeated.get(name), right[name])
-        if (error := error_of(value, right[name]))
+        if name in alone.left and (error := error_of(value, alone.left[name]))
     ]
-    return moved, State(answer.file, tuple(one.name for one in moved))
+    return moved, State(answer.files[0], tuple(one.name for one in moved))
 
 
 def _equal(one: Tensor | None, other: Tensor) -> bool:
@@ -581,11 +560,13 @@ def _beside(
     if not all(one.complete for one in by_rank.values()):
         return None
     try:
-        alone = read_operations(Path(oracle.logged(step.group, step.rows, module)))
-    except (CannotReplay, OSError):
+        alone = oracle.logged(step.group, step.rows, module)
+    except CannotReplay:
+        return None
+    if alone is None or not alone.complete:
         return None
     eps = max(torch.finfo(getattr(torch, name)).eps for name in _dtypes(alone))
-    if not alone.complete or eps > COARSEST:
+    if eps > COARSEST:
         return None
     order = order_of(step.record, oracle.arrangement, step.group, step.rows)
     if sorted(order) != sorted(range(len(step.rows))):
@@ -623,8 +604,7 @@ def _of_rank(
     sample: ElementSample[str],
     held: Mapping[str, Tensor | None],
 ) -> Observation:
-    reader = step.record.reader(rank, step.number)
-    recorded = reader.step
+    recorded = step.of_rank(rank)
     trained = {name: one for name, one in recorded.weights.items() if step.short(name) in held}
     weights = repr(sorted(trained.items()))
     forwards: list[Forward] = []
@@ -637,7 +617,7 @@ def _of_rank(
         if first is not None:
             calls.append(_call(Kind.FORWARD, first.place, number, what=first.module))
         loss, place = recorded.losses[number], recorded.backward_at[number]
-        own = reader.below(f"own_of_{number}/") or (reader.below("own/") if passes == 1 else {})
+        own = recorded.own_of_each[number]
         backwards.append(
             Backward(
                 loss=loss,
@@ -659,7 +639,7 @@ def _of_rank(
         forwards=tuple(forwards),
         backwards=tuple(backwards),
         wrappers=(),
-        frozen=tuple(map(step.short, recorded.frozen)),
+        frozen=tuple(map(step.short, sorted(recorded.frozen))),
         buffers="",
         gradients={(0, name): digest({name: gradient}) for name, gradient in held.items()},
         clipped=tuple(clip.limit for clip in recorded.clips),

@@ -69,7 +69,7 @@ class Running:
 
     def __init__(self, command: Sequence[str], told: Told, at: Path, log: Path) -> None:
         self.command, self.log = tuple(command), log
-        self._settings = log.with_suffix(".told.json")
+        self._settings = log.with_suffix(".told")
         told.write(self._settings)
         self._output = log.open("wb")
         self._temporary = tempfile.mkdtemp(prefix="obs", dir=short_folder())
@@ -128,17 +128,10 @@ def last_words(printed: str) -> str:
     lines = [RANK_PREFIX.sub("", line).rstrip() for line in printed.splitlines()]
     begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
     for begin, end in pairwise([*begins, len(lines)]):
-        of_error = lines[begin:end]
-        last = next(
-            (
-                number
-                for number, line in enumerate(of_error[1:], start=1)
-                if line and not line.startswith(" ")
-            ),
-            len(of_error) - 1,
-        )
-        if not any(name in of_error[last] for name in LAUNCHERS_ERRORS):
-            return "\n".join(of_error[max(0, last - LAST_LINES) : last + 1])
+        rest = range(begin + 1, end)
+        last = next((n for n in rest if lines[n] and not lines[n].startswith(" ")), end - 1)
+        if not any(name in lines[last] for name in LAUNCHERS_ERRORS):
+            return "\n".join(lines[max(begin, last - LAST_LINES) : last + 1])
     return "\n".join(lines[-LAST_LINES:])
 
 
@@ -264,33 +257,24 @@ def in_one_process(command: Sequence[str], world_size: int) -> tuple[str, ...]:
 
     Raises BadCase if there is none, and the command is not known to count devices itself.
     """
-    found = False
-    changed: list[str] = []
-    words = list(command)
-    while words:
-        word = words.pop(0)
+    counts = (str(world_size), "gpu", "auto", "cpu")
+    words, found = list(command), False
+    for place, word in enumerate(command):
         match = OF_OPTION.match(word)
         if match is None:
-            changed.append(word)
             continue
-        value = match["value"]
-        if value is None and words and _is_number(words[0], world_size):
-            changed += [word, "1"]
-            words.pop(0)
-            found = True
-        elif value is not None and _is_number(value, world_size):
-            changed.append(f"{word.partition('=')[0]}=1")
-            found = True
-        else:
-            changed.append(word)
-    if not found and _is_accelerate(command):
-        place = next(i for i, word in enumerate(changed) if os.path.basename(word) == "launch") + 1
-        changed[place:place] = ["--num_processes", "1"]
+        if match["value"] in counts:
+            words[place], found = f"{word.partition('=')[0]}=1", True
+        elif match["value"] is None and "".join(command[place + 1 : place + 2]) in counts:
+            words[place + 1], found = "1", True
+    names = [os.path.basename(word) for word in words]
+    if not found and "launch" in names and any("accelerate" in name for name in names):
+        place = names.index("launch") + 1
+        words[place:place] = ["--num_processes", "1"]
         found = True
-    changed = [word for word in changed if word not in ("--multi_gpu", "--multi-gpu")]
     if not found:
         raise BadCase("one_process", " ".join(command), RIGHT)
-    return tuple(changed)
+    return tuple(word for word in words if word not in ("--multi_gpu", "--multi-gpu"))
 
 
 def processes_in(command: Sequence[str]) -> int | None:
@@ -303,12 +287,3 @@ def processes_in(command: Sequence[str]) -> int | None:
         if value.isdecimal():
             return int(value)
     return None
-
-
-def _is_number(text: str, world_size: int) -> bool:
-    return text in (str(world_size), "gpu", "auto", "cpu")
-
-
-def _is_accelerate(command: Sequence[str]) -> bool:
-    names = [os.path.basename(word) for word in command]
-    return "launch" in names and any("accelerate" in name for name in names)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, ObservedStep
-from ddp_equivalence.observed_scripts.in_script.closer_look import FILE, OPERATIONS
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
 from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import rank_folder
+from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, rank_folder, read_whole
 from ddp_equivalence.observed_scripts.recording import ScriptFailed
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.report.verdict import Verdict
-
-Seen = TypeVar("Seen", Observation, Operations)
 
 RunAgain = Callable[[LookAt, int], Record | None]
 """Runs the ranks again, and records the step with this number alone, with a closer look at it; None
@@ -54,39 +49,32 @@ def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> Sec
 
     Raises ScriptFailed if the script fails where it is watched, also if less is watched.
     """
-    held = step.record.reader(0, step.number).gradient_names("held/")
-    modules = {name.partition(":")[0] for name in held}
+    modules = {name.partition(":")[0] for name in step.of_rank(0).stepped}
     if not isinstance(verdict.analysis, AnalysisOfScript):
         return SecondRun()
     if len(modules) != 1 or len(step.group) != 1:
         return SecondRun()
     sample = verdict.analysis.sample_of_step(0)
-    recorded = step.record.step(0, step.number)
+    recorded = step.of_rank(0)
     before_clip = recorded.clips and verdict.analysis.kind == BEFORE_CLIP
     clipped_after = len(recorded.losses) if before_clip else 0
-    sizes, stride = dict(sample.sizes), dict(sample.stride)
     module, small = modules.pop(), step.elements <= MOST_ELEMENTS
-    look_at = LookAt(module, sizes, stride, _rows(step), clipped_after, operations=small)
+    look_at = LookAt(module, sample, _rows(step), clipped_after, operations=small)
     try:
         record = run_again(look_at, step.number)
     except ScriptFailed:
         record = run_again(replace(look_at, operations=False, set_up=False), step.number)
     if record is None:
         return SecondRun()
-    observations, operations = {}, {}
-    for rank in range(step.record.world_size):
+    observations, operations = dict[int, Observation](), dict[int, Operations]()
+    for rank in step.ranks:
         folder = rank_folder(record.folder, rank)
         if not (folder / FILE).exists():
             return SecondRun()
-        observations[rank] = _read(folder / FILE, Observation)
-        if (folder / OPERATIONS).exists():
-            operations[rank] = read_operations(folder / OPERATIONS)
+        observations[rank], of_rank = read_whole(folder / FILE)
+        if of_rank is not None:
+            operations[rank] = of_rank
     return SecondRun(observations, operations, module)
-
-
-def read_operations(path: Path) -> Operations:
-    """What ``LoggedOperations`` wrote, a moment ago."""
-    return _read(path, Operations)
 
 
 def is_the_same(step: ObservedStep, again: Record) -> bool:
@@ -94,27 +82,20 @@ def is_the_same(step: ObservedStep, again: Record) -> bool:
 
     ``again``: holds that step alone. Devices may round otherwise in the steps before it.
     """
-    ranks, (number, *_) = range(step.record.world_size), again.steps
-    if any(step.record.step(r, step.number).read != again.step(r, number).read for r in ranks):
+    (number, *_) = again.steps
+    if any(step.of_rank(rank).read != again.step(rank, number).read for rank in step.ranks):
         return False
-    before = step.record.reader(0, step.number).below("weights/")
-    after = again.reader(0, number).below("weights/")
+    before, after = step.of_rank(0).states, again.step(0, number).states
     return before.keys() == after.keys() and all(
         torch.allclose(one.double(), after[name].double(), rtol=ROUNDING, atol=0.0, equal_nan=True)
         for name, one in before.items()
     )
 
 
-def _read(path: Path, kind: type[Seen]) -> Seen:
-    found = pickle.loads(path.read_bytes())  # written by a process of ours, a moment ago
-    assert isinstance(found, kind)
-    return found
-
-
 def _rows(step: ObservedStep) -> list[list[tuple[int, int]]]:
     """For each rank, the number of the first row of every micro-batch, and how many it has."""
     rows: list[list[tuple[int, int]]] = []
-    for rank in range(step.record.world_size):
+    for rank in step.ranks:
         of_rank: list[tuple[int, int]] = []
         last = -1
         for number, row in enumerate(step.rows):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import socket
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import chain
 from math import isclose
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.query import (
     Answer,
@@ -25,7 +26,7 @@ from ddp_equivalence.observed_scripts.query import (
     State,
     path_of_kept,
 )
-from ddp_equivalence.observed_scripts.record import Record, Row, in_falling_order, pieces_of
+from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
 from ddp_equivalence.observed_scripts.told import Told
 
 # The script while it runs in one process, and the socket over which it is asked questions.
@@ -36,6 +37,12 @@ SECONDS_OF_KEPT = 60.0
 CANNOT_HAVE = "one process cannot have the rows of all ranks"
 
 TOO_SLOW = "the script did not compute a step in one process within"
+
+
+Message = tuple[str, Any]
+"""A process of the script asks for the "next" query, sends an "answer", or "cannot" compute a query
+and says why.
+"""
 
 
 class CannotReplay(Exception):
@@ -58,8 +65,9 @@ class RunningScript:
         self._listener.bind(told.socket)
         self._listener.listen()
         self._running: Running | None = None
-        self._connections: dict[socket.socket, bytes] = {}
-        self._asks: socket.socket | None = None
+        self._connections: list[Connection] = []
+        self._asks: Connection | None = None
+        self._waits: Message | None = None
         self.first: Query | None = None
         self.answered = 0
 
@@ -72,7 +80,7 @@ class RunningScript:
         """End it. The next question starts it again."""
         for connection in self._connections:
             connection.close()
-        self._connections, self._asks = {}, None
+        self._connections, self._asks, self._waits = [], None, None
         if self._running is not None:
             self._running.end()
             self._running = None
@@ -83,76 +91,65 @@ class RunningScript:
         """Ask it, when it has asked for a query."""
         assert self._asks is not None
         self.first = self.first or query
-        self._asks.sendall(f"{query.to_json()}\n".encode())
+        self._asks.send(query)
 
     def answer_of_kept(self, query: Query) -> Answer | None:
         """The answer of the process that was kept at the beginning of the query's steps; None if
         there is none, or it does not answer. Raises CannotReplay if it cannot have the rows.
         """
-        if query.state.is_carried_over:
-            return None
         path = path_of_kept(Path(self._told.socket).parent, query.steps)
         try:
-            with socket.socket(socket.AF_UNIX) as asked:
-                asked.settimeout(min(self._deadline, SECONDS_OF_KEPT))
-                asked.connect(str(path))
-                asked.sendall(f"{query.to_json()}\n".encode())
-                for line in asked.makefile("r"):
-                    kind, _, text = line.partition(" ")
+            with Client(str(path), "AF_UNIX") as asked:
+                asked.send(query)
+                while asked.poll(min(self._deadline, SECONDS_OF_KEPT)):
+                    kind, found = asked.recv()
                     if kind == "cannot":
-                        raise CannotReplay(f"{CANNOT_HAVE}: {text}")
-                    if kind == "answer" and json.loads(text)["number"] == query.number:
-                        return Answer.from_json(json.loads(text))
-        except OSError:
+                        raise CannotReplay(f"{CANNOT_HAVE}: {found}")
+                    if kind == "answer" and found.number == query.number:
+                        return found  # type: ignore[no-any-return]
+        except (OSError, EOFError):
             pass
         path.unlink(missing_ok=True)
         return None
 
     def wait_until_it_asks(self) -> None:
         """Start it, and let it come to its first question. Raises CannotReplay."""
-        line = self.line(time.monotonic())
-        if line is not None and self._asks is not None:
-            self._connections[self._asks] = f"{line}\n".encode() + self._connections[self._asks]
+        self._waits = self.message(time.monotonic())
 
-    def line(self, started: float) -> str | None:
-        """Its next line, for which one has waited since ``started``; None if it has ended. Several
-        of its processes may ask, such as one that starts the others and wants to know how long a
-        loader is: ``send`` answers the one whose line was the last.
+    def message(self, started: float) -> Message | None:
+        """Its next message, for which one has waited since ``started``; None if it has ended.
+        Several of its processes may ask, such as one that starts the others and wants to know how
+        long a loader is: ``send`` answers the one whose message was the last.
 
         Raises CannotReplay if it takes too long, or has ended without an answer.
         """
+        if self._waits is not None:
+            found, self._waits = self._waits, None
+            return found
         if self._running is None:
             self._start()
         assert self._running is not None
-        while True:
-            for connection, read in self._connections.items():
-                line, end, rest = read.partition(b"\n")
-                if end:
-                    self._connections[connection], self._asks = rest, connection
-                    return line.decode()
-            if time.monotonic() - started > self._deadline:
-                words = self._running.last_words
-                self.stop()
-                raise CannotReplay(f"{TOO_SLOW} {self._deadline:g} s; it printed last:\n{words}")
-            if not self._reads_on():
+        while time.monotonic() - started <= self._deadline:
+            is_over = self._running.exit_code is not None  # asked first: it may have sent something
+            for source in wait([self._listener, *self._connections], timeout=0.05):
+                if not isinstance(source, Connection):
+                    self._connections.append(Connection(self._listener.accept()[0].detach()))
+                    continue
+                try:
+                    message: Message = source.recv()
+                except (EOFError, ConnectionError):  # the process has ended, or was killed
+                    self._connections.remove(source)
+                    source.close()
+                    continue
+                self._asks = source
+                return message
+            # A process that has answered and left does not come back.
+            if not self._connections and (self.answered or is_over):
                 self._require_answers()
                 return None
-
-    def _reads_on(self) -> bool:
-        """Read what its processes have sent, for a moment; False if none will ask any more."""
-        assert self._running is not None
-        is_over = self._running.exit_code is not None  # asked first: it may still have sent a line
-        ready = select.select([self._listener, *self._connections], [], [], 0.05)[0]
-        for source in ready:
-            if source is self._listener:
-                self._connections[source.accept()[0]] = b""
-            elif data := _received(source):
-                self._connections[source] += data
-            else:
-                del self._connections[source]
-                source.close()
-        may_ask = not self.answered and not is_over  # who has answered and left does not come back
-        return bool(self._connections) or may_ask
+        words = self._running.last_words
+        self.stop()
+        raise CannotReplay(f"{TOO_SLOW} {self._deadline:g} s; it printed last:\n{words}")
 
     def _require_answers(self) -> None:
         if self.answered:
@@ -176,13 +173,6 @@ class RunningScript:
         self.answered = 0
 
 
-def _received(source: socket.socket) -> bytes:
-    try:
-        return source.recv(1 << 20)
-    except ConnectionError:  # the process was killed
-        return b""
-
-
 # The script's end of the socket over which a replay is asked questions.
 
 MOST_TIMES = 64
@@ -202,21 +192,24 @@ class QuestionLine:
         self._path = path
         self.folder = Path(path).parent
         self.answered = 0
-        self._socket: socket.socket | None = None
         self._only: Query | None = None
         self._times = 0
 
+    @cached_property
+    def _connection(self) -> Connection:
+        return Client(self._path, "AF_UNIX")
+
     def close(self) -> None:
         """Leave the connection to another process."""
-        if self._socket is not None:
-            self._lines.close()
-            self._socket.close()
+        if "_connection" in vars(self):
+            self._connection.close()
 
-    def asked_only_over(self, connection: socket.socket) -> Query:
+    def asked_only_over(self, connection: Connection) -> Query:
         """The query that comes over this connection: the only one to answer from now on."""
-        self._socket, self._lines = connection, connection.makefile("r", encoding="utf-8")
-        self._only = Query.from_json(self._read())
-        return self._only
+        self._connection = connection
+        query: Query = connection.recv()
+        self._only = query
+        return query
 
     def next_query(self) -> Query | None:
         """Wait for the next query; None if there is none any more.
@@ -229,31 +222,24 @@ class QuestionLine:
             if self._times > MOST_TIMES:
                 self.refuse(LEFT_OUT)
             return self._only
-        self._send(f"next {self.answered}")
-        text = self._read()
-        return Query.from_json(text) if text else None
+        try:
+            self._connection.send(("next", self.answered))
+            query: Query = self._connection.recv()
+        except (EOFError, ConnectionError):
+            return None
+        return query
 
     def answer(self, answer: Answer) -> None:
         """Send an answer."""
-        self._send(f"answer {answer.to_json()}")
+        self._connection.send(("answer", answer))
         self.answered += 1
         if self._only is not None and answer.number == self._only.number:
             end_process()
 
     def refuse(self, reason: str) -> NoReturn:
         """Say why the query cannot be answered, and end the process."""
-        self._send(f"cannot {' '.join(reason.split())}")
+        self._connection.send(("cannot", " ".join(reason.split())))
         end_process()
-
-    def _send(self, text: str) -> None:
-        if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(self._path)
-            self._lines = self._socket.makefile("r", encoding="utf-8")
-        self._socket.sendall(f"{text}\n".encode())
-
-    def _read(self) -> str:
-        return self._lines.readline().strip()
 
 
 def end_process() -> NoReturn:
@@ -289,18 +275,14 @@ def arranged(
         for number, count in enumerate(record.counts(rank, group))
     }
     arrangement = arrangement_of(record, arrangement, group)
-    left_out, each = record.left_out(group), most_micro_batches(record, group)
-    if left_out and len(rows) == len(record.rows(group)):
-        rows = (*rows, *record.rows(group, left_out))  # the script leaves them out again
-    else:
-        each -= len(left_out)
-    units: dict[object, list[Row]] = defaultdict(list)
+    each = most_micro_batches(record, group)
+    units: dict[tuple[int, ...], list[Row]] = defaultdict(list)
     for row in rows:
         one_by_one = row.micro_batch, row.rank
-        unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: 0}.get(arrangement, row.micro_batch)
+        unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: ()}.get(arrangement, one_by_one[:1])
         units[unit].append(row)
     wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * record.world_size)
-    taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items(), key=_in_order)]
+    taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items())]
     if wanted % len(taken):
         taken = [pieces_of(rows, counts)]
     return tuple(taken * (wanted // len(taken)))
@@ -314,20 +296,10 @@ def order_of(
     for number, row in enumerate(rows):
         numbers[row.rank, row.micro_batch][row.row] = number
     order: list[int] = []
-    for piece in chain.from_iterable(
-        _as_given(record, group, pieces) for pieces in arranged(record, arrangement, group, rows)
-    ):
+    for piece in chain.from_iterable(arranged(record, arrangement, group, rows)):
         known = numbers[piece.rank, piece.micro_batch]
         order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
     return order
-
-
-def _as_given(record: Record, group: tuple[int, ...], pieces: tuple[Piece, ...]) -> Sequence[Piece]:
-    """The pieces of a micro-batch as the script is given them."""
-    if record.feed != "loader":
-        return pieces
-    read = [record.rows_read(one.rank, one.micro_batch, group) for one in pieces]
-    return in_falling_order(pieces, read)
 
 
 def arrangement_of(record: Record, arrangement: Arrangement, group: tuple[int, ...]) -> Arrangement:
@@ -341,12 +313,6 @@ def arrangement_of(record: Record, arrangement: Arrangement, group: tuple[int, .
 def most_micro_batches(record: Record, group: tuple[int, ...]) -> int:
     """How many micro-batches the rank has that has most."""
     return max(len(record.counts(rank, group)) for rank in range(record.world_size))
-
-
-def _in_order(item: tuple[object, object]) -> tuple[int, ...]:
-    """Micro-batches in their order, and in each the ranks in theirs."""
-    key = item[0]
-    return key if isinstance(key, tuple) else (int(key),)  # type: ignore[call-overload]
 
 
 # Asks the script itself: what is the gradient of these rows, in one process?
@@ -390,7 +356,7 @@ class Oracle:
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
         self.alike: dict[str, None] = {}
-        self.row_order: RowOrder = "in dim 1" if record.time_first else "by row"
+        self.row_order: RowOrder = "by row"
         self.arrangements: set[Arrangement] = set()
         self.keeps = False
 
@@ -452,29 +418,16 @@ class Oracle:
 
         It does not if something decides that is restored for no question, such as a counter.
         """
-        goes_on = State(reports_buffers=True)  # what was kept would hold the same again
-        first, second = (self._computed(group, rows, 0, state=goes_on) for _ in range(2))
+        # What was kept would hold the same again.
+        first, second = (self._computed(group, rows, 0, kept=False) for _ in range(2))
         losses = [[loss for step in one.steps for loss in step.losses] for one in (first, second)]
         first.delete()
         second.delete()
         return all(isclose(*pair, rel_tol=REPEATED) for pair in zip(*losses, strict=True))
 
-    def buffers_carried_over(
-        self,
-        before: tuple[int, ...],
-        rows: Sequence[Row],
-        now: tuple[int, ...],
-        read: Sequence[Row],
-    ) -> Answer:
-        """The answer for the rows that are ``read`` now, with the buffers that one process made of
-        its own in the steps before, from ``rows``. Raises CannotReplay.
-        """
-        self._computed(before, rows, 0, state=State(next_step=now[0])).delete()
-        return self._computed(now, read, 0, state=State(reports_buffers=True))
-
-    def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> str:
-        """The file with the operations that the script runs for these rows, from the first call
-        of the module on. Raises CannotReplay.
+    def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> Operations | None:
+        """The operations that the script runs for these rows, from the first call of the module on;
+        None if they could not be logged. Raises CannotReplay.
         """
         self.answer(group, rows)  # so that it is known how the script takes them
         return self._computed(group, rows, 0, module).operations
@@ -490,6 +443,7 @@ class Oracle:
         nudge: int,
         logged: str = "",
         state: State = State(),  # noqa: B008
+        kept: bool = True,
     ) -> Answer:
         if self._closed:
             raise CannotReplay("the script has been ended")
@@ -503,19 +457,16 @@ class Oracle:
                 self._number,
                 group,
                 micro_batches,
-                0,
                 nudge,
                 self.row_order,
                 logged=logged,
                 is_epoch=is_epoch,
                 state=state,
-                keep=self.keeps and not state.is_carried_over,
+                keep=self.keeps and kept,
             )
-            answer = self._script.answer_of_kept(query) or self._ask(query)
+            answer = (self._script.answer_of_kept(query) if kept else None) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
-            left_out = self._record.left_out(group)
-            used = sum(pieces[0].micro_batch not in left_out for pieces in micro_batches)
-            wanted = self._wanted(group, used, len(left_out))
+            wanted = self._wanted(group, len(micro_batches))
             if found == wanted:
                 self._require_rows(group, rows, answer)
                 self.arrangements.add(arrangement_of(self._record, self.arrangement, group))
@@ -542,21 +493,19 @@ class Oracle:
         times = self._record.world_size if joined else 1
         for number, step in zip(group, answer.steps, strict=True):
             ranks = range(self._record.world_size)
-            wanted = sum(sum(self._record.reader(r, number).call_counts) for r in ranks)
-            found = sum(step.counts)
+            wanted = sum(self._record.step(rank, number).rows_of_calls for rank in ranks)
+            found = step.rows_of_calls
             if wanted * times != found:
                 raise CannotReplay(
                     f"the script called its model with {found} rows in one process, and with "
                     f"{wanted} on all ranks together: it does not take the rows that it is given"
                 )
 
-    def _wanted(self, group: tuple[int, ...], micro_batches: int, left_out: int) -> tuple[int, ...]:
-        """The backward passes that each step of a group should have. ``left_out``: so many
-        micro-batches of a rank have none.
-        """
+    def _wanted(self, group: tuple[int, ...], micro_batches: int) -> tuple[int, ...]:
+        """The backward passes that each step of a group should have."""
         if len(group) == 1:
             per_step = len(self._record.step(0, group[0]).losses)
-            known = max(1, most_micro_batches(self._record, group) - left_out)
+            known = most_micro_batches(self._record, group)
             return (micro_batches * max(1, per_step // known),)
         return tuple(len(self._record.step(0, number).losses) for number in group)
 
@@ -577,14 +526,24 @@ class Oracle:
         self._script.stop()
         return True
 
+    def _is_of_other_parameters(self, query: Query, answer: Answer) -> bool:
+        """The optimizer that stepped has none of the parameters of the one that stepped in the
+        record, such as where two optimizers take turns.
+        """
+        recorded = (self._record.step(query.ranks[0], number) for number in query.steps)
+        return any(
+            one.held and step.held and one.held.keys().isdisjoint(step.held)
+            for one, step in zip(recorded, answer.steps, strict=True)
+        )
+
     # --- the process
 
     def _ask(self, query: Query) -> Answer:
         restarts = others = given = 0
         started = time.monotonic()
         while True:
-            line = self._script.line(started)
-            if line is None:
+            message = self._script.message(started)
+            if message is None:
                 restarts += 1
                 if restarts > 2 or not (self._script.answered or restarts == 1):
                     raise CannotReplay(
@@ -592,7 +551,7 @@ class Oracle:
                     )
                 self._script.stop()
                 continue
-            kind, _, text = line.partition(" ")
+            kind, answer = message
             if kind == "next":
                 self._script.send(query)
                 given += 1
@@ -601,13 +560,12 @@ class Oracle:
                     raise CannotReplay(f"one process does not compute these rows: {LEFT_OUT}")
             elif kind == "cannot":
                 self._script.stop()
-                raise CannotReplay(f"{CANNOT_HAVE}: {text}")
-            elif kind == "answer":
-                answer = Answer.from_json(json.loads(text))
+                raise CannotReplay(f"{CANNOT_HAVE}: {answer}")
+            else:
                 self._script.answered += 1
                 is_answer = answer.number == query.number
-                if is_answer and not answer.of_other_parameters:
-                    return answer
+                if is_answer and not self._is_of_other_parameters(query, answer):
+                    return answer  # type: ignore[no-any-return]
                 answer.delete()
                 others += is_answer
                 if others > MOST_TURNS:

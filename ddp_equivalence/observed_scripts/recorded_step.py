@@ -1,76 +1,31 @@
-"""One optimizer step of one rank, as it is recorded: JSON beside a file of tensors, no pickle."""
+"""One step of the optimizers of one process, on a rank or in a replay, and the file it lies in."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+# The names are taken before a script can replace these functions.
+from torch import load as load_tensors
+from torch import save as save_tensors
+
 from ddp_equivalence.comparison.gradients import digest
-from ddp_equivalence.observed_scripts.rows import NO_ROWS, Rows, rows_with_tensors, with_rows_first
+from ddp_equivalence.observed_scripts.rows import Rows
 
-# Writes tensors to a file of the safetensors format, one after the other.
-#
-# The library's own ``save_file`` first copies all of them to memory, which a model that nearly
-# fills the memory does not leave. The library reads what is written here.
-#
-# Source of the format: https://github.com/huggingface/safetensors#format
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
-"""The names of dtypes in the format."""
-
-ALIGNMENT = 8
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write dense tensors of the CPU. Raises ValueError for a dtype that the format lacks."""
-    header: dict[str, object] = {}
-    begin = 0
-    # As the library does: the largest elements first, so that all of them are aligned.
-    items = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    for name, tensor in items:
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} has the dtype {tensor.dtype}, which cannot be written")
-        end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for _, tensor in items:
-            if tensor.numel():
-                flat = tensor.detach().contiguous().reshape(-1)
-                file.write(flat.view(torch.uint8).numpy().data)
+GradientKind = Literal["before_clip", "held", "own", "stale"]
+BEFORE_CLIP: GradientKind = "before_clip"
+HELD: GradientKind = "held"
+OWN: GradientKind = "own"
+STALE: GradientKind = "stale"
+"""Gradients of a rank: before they are clipped, as the optimizer gets them, its own, before any
+reduction, or those that were there before the step went backward."""
 
 
 # Lines of the user's own code that did something with the model, its data or its optimizer.
@@ -94,8 +49,8 @@ class EarlierPlaces:
 
     ``optimizer``: made the optimizer that stepped. ``loader``: made the loader from which the step
     read first. ``cleared``: called zero_grad since the step before. ``loaded``: the name of a
-    module -> the last line that loaded its weights. ``buffers``: the name of a buffer -> the line
-    in the class of its module that assigns it, if there is only one; an empty place if not.
+    module -> the last line that loaded its weights. ``buffers``: the name of a buffer -> the class
+    of the user's that keeps it, as ``function``; an empty place for other classes.
     ``scheduled``: stepped a scheduler of the optimizer last. ``state_loaded``: loaded the state of
     the optimizer. ``steps_with``: its options and state, see ``optimizer_states``.
     """
@@ -109,20 +64,6 @@ class EarlierPlaces:
     state_loaded: Place = field(default_factory=Place)
     steps_with: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> EarlierPlaces:
-        """What ``dataclasses.asdict`` made of it."""
-        return cls(
-            optimizer=Place(**raw["optimizer"]),
-            loader=Place(**raw["loader"]),
-            cleared=Place(**raw["cleared"]),
-            loaded={name: Place(**place) for name, place in raw["loaded"].items()},
-            buffers={name: Place(**place) for name, place in raw["buffers"].items()},
-            scheduled=Place(**raw["scheduled"]),
-            state_loaded=Place(**raw["state_loaded"]),
-            steps_with=raw["steps_with"],
-        )
-
 
 @dataclass(frozen=True)
 class Event:
@@ -135,23 +76,19 @@ class Event:
     passes: int = 0
     number: int = 0
 
-    def name(self, passes: int) -> str:
-        """Its name in the record, where a rank has made so many backward passes before it."""
-        return f"generator/{self.kind}/{passes}/{self.number}"
-
 
 @dataclass(frozen=True)
 class SeenCall:
     """A call of an outermost module with gradients enabled, one that is trained.
 
     ``module``: its name in the record. ``backwards``: how many backward passes had run before.
-    ``count``: the rows that it was called with. ``place``: the line that called it.
+    ``place``: the line that called it. ``rows``: its arguments.
     """
 
     module: str
     backwards: int
-    count: int
-    place: Place = field(default_factory=Place)
+    place: Place
+    rows: Rows
 
 
 @dataclass(frozen=True)
@@ -181,102 +118,122 @@ class Epoch:
     made: int | None = None
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """``number``: of the step, from 0. ``optimizers``: the classes of those that stepped.
+@dataclass
+class Step:
+    """What one process has done from one step of its optimizers to the next. A rank writes it when
+    an optimizer steps, and so does a replay, in which less is known.
 
-    ``losses``: the value at which each backward pass began, without a loss scale. ``batches``: the
-    (loader, number) of each batch that was read, in order, and ``batch_counts`` the rows of each.
-    Loaders have numbers in the order in which they were first trained with; ``loaders``: for each,
-    its number among all over which this process iterated, of which some are for evaluation.
-    ``calls``, ``clips``: as they happened. ``scale``: the loss scale of the last backward pass.
-    ``weights``: a digest of every weight and buffer at its module's first call. ``draws``: random
-    numbers were drawn by the script. ``without_gradient``: the parameters of the optimizer that had
-    none. ``unnamed``: the number of parameters of the optimizer that are in no module which was
-    called. ``ahead``: how many batches the script had fetched and not used. ``stepped_at``: the
-    line that called the optimizer, and ``backward_at`` those that called backward. ``autocast``:
-    the dtypes of the autocast regions in which a module was called. ``planted``: how often a
-    planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
-    that was called normalises by the statistics of its batch. ``by_grad``: its backward passes
-    were calls of ``torch.autograd.grad``. ``left_out``: the batches of the first loader, by their
-    number in the step, with which it did not go backward. ``in_python``: see
-    ``held_in_python``. ``read``: as in ``AnswerOfStep``.
-    ``results``: the mark of what each call returned, see ``mark_of``.
-    ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
-    frozen them. ``earlier``: lines that ran before. ``epoch``: of the first loader.
+    Gradients by name, without a loss scale: ``own``: this process's own ones, before any reduction,
+    summed over the backward passes, and ``own_of_each`` of them; ``before_clip``: None if nothing
+    was clipped; ``held``: those with which the optimizer steps, None for a parameter without one;
+    ``stale``: those that were there before the first backward pass.
+
+    ``number``: of the step, from 0. ``optimizers``: the classes of those that stepped.
+    ``losses``: the value at which each backward pass began, without the loss scale in ``scales``.
+    ``used``: the (loader, number) of each batch that was read, in order, and ``batches`` their
+    rows. Loaders have numbers in the order in which they were first trained with; ``loaders``: for
+    each, its number among all over which this process iterated, of which some are for evaluation.
+    ``epoch``: of the first loader.
+
+    ``calls``, ``clips``: as they happened. ``results``: the mark of what each call returned, see
+    ``mark_of``. ``entered``: the modules that were called. ``weights``: a digest of every tensor of
+    a module at its first call, and ``states`` the tensors, on rank 0. ``left``: what the buffers of
+    one process held before those of the record replaced them, and ``left_by``: the number of the
+    step that it had computed before, and the rows with which modules were called there.
+    ``generators``: states of torch's generators, by the event before which they were taken;
+    ``events``: how many there were. ``draws``: the script drew random numbers. ``in_python``: see
+    ``held_in_python``. ``lowest``: the least precise dtype in which a value was rounded inside a
+    script that computes in float64, in a replay that was nudged.
+
+    ``unnamed``: the number of parameters of the optimizer that are in no module which was called.
+    ``frozen``: those that require no gradient. ``stepped_at``: the line that called the optimizer,
+    and ``backward_at`` those that called backward. ``autocast``: the dtypes of the autocast regions
+    in which a module was called. ``batch_norm``: a trained module normalises by the statistics of
+    its batch. ``planted``: how often a planted fault had fired; None if none was planted.
+    ``earlier``: lines that ran before.
     """
 
-    number: int
-    optimizers: tuple[str, ...]
-    losses: tuple[float, ...]
-    batches: tuple[tuple[int, int], ...]
-    batch_counts: tuple[int, ...]
-    calls: tuple[SeenCall, ...]
-    clips: tuple[SeenClip, ...]
-    scale: float
-    weights: Mapping[str, str]
-    draws: bool
-    without_gradient: tuple[str, ...]
-    unnamed: int
-    ahead: int = 0
-    stepped_at: Place = field(default_factory=Place)
-    backward_at: tuple[Place, ...] = ()
-    autocast: tuple[str, ...] = ()
-    planted: int | None = None
-    batch_norm: bool = False
-    by_grad: bool = False
-    left_out: tuple[int, ...] = ()
-    in_python: Mapping[str, str] = field(default_factory=dict)
+    number: int = 0
+    own: dict[str, Tensor] = field(default_factory=dict)
+    own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
+    before_clip: dict[str, Tensor | None] | None = None
+    held: dict[str, Tensor | None] = field(default_factory=dict)
+    stale: dict[str, Tensor] = field(default_factory=dict)
+    optimizers: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    used: tuple[tuple[int, int], ...] = ()
+    batches: Sequence[Rows] = ()
     loaders: tuple[int, ...] = ()
-    read: tuple[tuple[str, ...], ...] = ()
-    results: tuple[float, ...] = ()
-    frozen: Mapping[str, Place] = field(default_factory=dict)
-    earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
     epoch: Epoch = field(default_factory=Epoch)
+    calls: list[SeenCall] = field(default_factory=list)
+    results: list[float] = field(default_factory=list)
+    clips: list[SeenClip] = field(default_factory=list)
+    entered: set[str] = field(default_factory=set)
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[str, Tensor] = field(default_factory=dict)
+    left_by: tuple[int, int] | None = None
+    generators: dict[Event, Tensor] = field(default_factory=dict)
+    events: Counter[tuple[str, int]] = field(default_factory=Counter)
+    draws: bool = False
+    in_python: dict[str, str] = field(default_factory=dict)
+    lowest: str = ""
+    unnamed: int = 0
+    frozen: set[str] = field(default_factory=set)
+    stepped_at: Place = field(default_factory=Place)
+    backward_at: list[Place] = field(default_factory=list)
+    autocast: set[str] = field(default_factory=set)
+    batch_norm: bool = False
+    planted: int | None = None
+    earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
 
-    def to_json(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
+    @property
+    def stepped(self) -> list[str]:
+        """The parameters of the optimizer that have a gradient."""
+        return [name for name, gradient in self.held.items() if gradient is not None]
 
-    @classmethod
-    def from_json(cls, text: str) -> RecordedStep:
-        """What ``to_json`` wrote."""
-        raw: dict[str, Any] = as_tuples(json.loads(text))
-        raw["calls"] = tuple(
-            SeenCall(**{**call, "place": Place(**call["place"])}) for call in raw["calls"]
+    def gradients(self, kind: GradientKind) -> dict[str, Tensor | None]:
+        """The gradients of the parameters that the optimizer has."""
+        values: Mapping[str, Tensor | None] = getattr(self, kind) or {}
+        if kind == BEFORE_CLIP and not values:
+            values = self.held
+        return {name: values.get(name) for name in self.held}
+
+    @property
+    def computed(self) -> dict[str, Tensor | None]:
+        """What backward computed in one process, where nothing is reduced."""
+        is_known = all(name in self.own for name in self.stepped)
+        return self.gradients(OWN if is_known else BEFORE_CLIP)
+
+    @property
+    def read_rows(self) -> Sequence[Rows]:
+        """What was read from loaders; without one, the arguments of each call."""
+        return self.batches or [call.rows for call in self.calls]
+
+    @property
+    def rows_of_calls(self) -> int:
+        """With how many rows trained modules were called."""
+        return sum(call.rows.count for call in self.calls)
+
+    @property
+    def last_backward(self) -> Place:
+        """The line that went backward last."""
+        return self.backward_at[-1] if self.backward_at else Place()
+
+    @property
+    def read(self) -> tuple[tuple[str, ...], ...]:
+        """For each micro-batch, digests of the tensors with rows that its first call was given.
+
+        What later calls are given may depend on what is computed.
+        """
+        first: dict[int, Rows] = {}
+        for call in self.calls:
+            first.setdefault(call.backwards, call.rows)
+        return tuple(
+            tuple(digest({path: tensor}) for path, tensor in one.tensors_with_rows())
+            for _, one in sorted(first.items())
         )
-        raw["clips"] = tuple(
-            SeenClip(**{**clip, "place": Place(**clip["place"])}) for clip in raw["clips"]
-        )
-        raw["frozen"] = {name: Place(**place) for name, place in raw["frozen"].items()}
-        raw["earlier"] = EarlierPlaces.from_json(raw["earlier"])
-        raw["epoch"] = Epoch(**raw["epoch"])
-        raw["stepped_at"] = Place(**raw["stepped_at"])
-        raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
-        return cls(**raw)
-
-
-def as_tuples(value: Any) -> Any:
-    """What ``json`` has read, with tuples in the place of its lists."""
-    if isinstance(value, dict):
-        return {name: as_tuples(one) for name, one in value.items()}
-    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
-
-
-def digests_of_micro_batches(
-    calls: Sequence[SeenCall], rows: Sequence[Rows]
-) -> tuple[tuple[str, ...], ...]:
-    """For each micro-batch, digests of the tensors with rows that its first call was given.
-
-    What later calls are given may depend on what is computed.
-    """
-    first: dict[int, Rows] = {}
-    for call, given in zip(calls, rows, strict=True):
-        first.setdefault(call.backwards, given)
-    return tuple(
-        tuple(digest({path: tensor}) for path, tensor in one.tensors_with_rows())
-        for _, one in sorted(first.items())
-    )
 
 
 def rank_folder(folder: str | Path, rank: int) -> Path:
@@ -284,105 +241,27 @@ def rank_folder(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank{rank}"
 
 
-def write_step(
-    folder: Path, step: RecordedStep, tensors: Mapping[str, Tensor], lists: Mapping[str, Any]
-) -> None:
-    """Write a step. The JSON file is written last, so that where it lies the step is complete."""
-    write_tensors(tensor_file(folder, step), tensors)
-    (folder / f"step{step.number}.lists.json").write_text(json.dumps(lists))
-    write_whole(folder / f"step{step.number}.json", step.to_json())
-
-
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, value: Any) -> None:
     """Write a file so that whoever reads it meanwhile finds all of it, or nothing."""
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(text)
+    save_tensors(value, unfinished)
     unfinished.rename(path)
 
 
-def tensor_file(folder: Path, step: RecordedStep) -> Path:
-    """The file with the tensors of a step."""
-    return folder / f"step{step.number}.safetensors"
+def read_whole(path: str | Path) -> Any:
+    """What ``write_whole`` wrote in a process of ours. Its tensors are read when they are used."""
+    return load_tensors(path, mmap=True, weights_only=False)
 
 
-class StepReader:
-    """Reads what one rank recorded of one step; tensors are read when they are asked for.
-
-    ``time_first``: batches have their rows in dim 1.
-    """
-
-    def __init__(self, folder: Path, number: int, time_first: bool = False) -> None:
-        self._time_first = time_first
-        self.step = RecordedStep.from_json((folder / f"step{number}.json").read_text())
-        self._lists = json.loads((folder / f"step{number}.lists.json").read_text())
-        self._file = _opened(tensor_file(folder, self.step))
-        self._keys = frozenset[str](self._file.keys())
-
-    def tensor(self, name: str) -> Tensor | None:
-        """One tensor; None if it was not recorded."""
-        found: Tensor | None = self._file.get_tensor(name) if name in self._keys else None
-        return found
-
-    def below(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose names begin with this, by the rest of their names."""
-        return {
-            key.removeprefix(prefix): self._file.get_tensor(key)
-            for key in sorted(self._keys)
-            if key.startswith(prefix)
-        }
-
-    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors whose names begin with this, by the rest of their names."""
-        return {
-            key.removeprefix(prefix): tuple(self._file.get_slice(key).get_shape())
-            for key in sorted(self._keys)
-            if key.startswith(prefix)
-        }
-
-    def shapes_of_whole(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """The same, without the tensors in the entries of lists."""
-        listed = tuple(
-            f"{place}{path}["
-            for place, known in self._lists.items()
-            if place.startswith(prefix)
-            for path in known["entries"]
-        )
-        shapes = self.shapes(prefix)
-        return {
-            name: shape
-            for name, shape in shapes.items()
-            if not f"{prefix}{name}".startswith(listed)
-        }
-
-    def rows(self, prefix: str) -> Rows:
-        """The rows that were recorded under this prefix."""
-        rows = rows_with_tensors(self._lists.get(prefix, NO_ROWS), self.below(prefix))
-        return with_rows_first(rows) if self._time_first else rows
-
-    @cached_property
-    def batch_counts(self) -> tuple[int, ...]:
-        """The number of rows of each batch."""
-        if not self._time_first:
-            return self.step.batch_counts
-        places = range(len(self.step.batch_counts))
-        return tuple(self.rows(f"batch/{place}/").count for place in places)
-
-    @cached_property
-    def call_counts(self) -> tuple[int, ...]:
-        """The number of rows with which each module was called."""
-        if not self._time_first:
-            return tuple(call.count for call in self.step.calls)
-        return tuple(self.rows(f"call/{place}/").count for place in range(len(self.step.calls)))
-
-    def gradient_names(self, kind: str) -> tuple[str, ...]:
-        """The names below ``kind``, which is "held/", "before_clip/" or "own/"."""
-        return tuple(sorted(k.removeprefix(kind) for k in self._keys if k.startswith(kind)))
+def path_of_step(folder: Path, number: int) -> Path:
+    """Where one rank's step lies. If the file is there, the step is complete."""
+    return folder / f"step{number}.pt"
 
 
-def _opened(path: Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
+def read_step(folder: Path, number: int) -> Step:
+    """What one rank recorded of one step."""
+    found: Step = read_whole(path_of_step(folder, number))
+    return found
 
 
 def in_float64(tensor: Tensor) -> Tensor:
@@ -397,7 +276,7 @@ def loaders_of_training(folder: str) -> tuple[int, ...]:
     number = 0
     while True:
         try:
-            known = StepReader(rank_folder(folder, 0), number).step.loaders
+            known = read_step(rank_folder(folder, 0), number).loaders
         except FileNotFoundError:
             return known
         number += 1

@@ -18,14 +18,13 @@ from typing import Any, TypedDict
 import psutil
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import is_shown, is_users
-from ddp_equivalence.observed_scripts.differences_between_ranks import lines_at
 from ddp_equivalence.observed_scripts.in_script.recorder import STACKS
 from ddp_equivalence.observed_scripts.launch import Running, copy_of_links, with_own_scripts
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import Place, rank_folder
+from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
 from ddp_equivalence.observed_scripts.told import Told
 from ddp_equivalence.report.text import rank_names
 from ddp_equivalence.report.verdict import Outcome, Verdict, unknown
@@ -229,19 +228,16 @@ class Ending:
             hung = self.code is None
             because = UnknownBecause.RANKS_TIMED_OUT if hung else UnknownBecause.RANK_FAILED
             return replace(unknown(last, Unknown(because, str(self))), cause=None)
-        finding = Finding(
-            cause="ranks_wait_for_each_other",
-            sentence="ranks wait for each other in different collectives, or for one that has left",
-            look_at="what decides how many steps a rank makes: it must be the same on all ranks",
-            accepted=True,
-            headline=str(self),
-            fix="let all ranks make the same steps: decide together when they stop, from values "
+        finding = seen(
+            "ranks_wait_for_each_other",
+            str(self),
+            "let all ranks make the same steps: decide together when they stop, from values "
             "that are reduced over the ranks.",
-            lines=tuple(
+            [
                 line
                 for rank, one in self.ranks.items()
                 for line in lines_at(one.place or Place(), f"rank {rank} waits in {one.waits_in}")
-            ),
+            ],
         )
         return replace(last, outcome="different", cause=finding.cause, findings=(finding,))
 
@@ -275,16 +271,15 @@ def _place(record: Record, rank: int) -> RankPlace:
             shown = [one for one in frames if is_shown(one.file)] or [Place()]
             line = next((one for one in shown if is_users(one.file)), shown[0])
             inside = frames[: frames.index(shown[0])] if shown[0].file else frames
-            calls = [
-                what or one.function
+            waits = (
+                what or frame.function
                 for function, file, what in WAITING
-                for one in reversed(inside)
-                if one.function in (function or one.function)
-                and file in one.file
-                and one.function != "wrapper"
-            ]
+                for frame in reversed(inside)
+                if function in frame.function and file in frame.file
+                if frame.function != "wrapper"
+            )
             at = replace(line, file=os.path.realpath(line.file)) if line.file else line
-            return RankPlace(at, calls[0] if calls else "")
+            return RankPlace(at, next(waits, ""))
     return RankPlace(None)
 
 

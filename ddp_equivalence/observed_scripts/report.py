@@ -6,21 +6,20 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, HELD, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-from ddp_equivalence.observed_scripts.without_reference import text_of_clips
+from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, OWN, SeenClip
 from ddp_equivalence.report.numbers import parameters_lines
 from ddp_equivalence.report.render import full_lines, pointed_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
@@ -175,7 +174,6 @@ class Observed:
     ``notes``: what a reader must know beside the verdicts. ``ending``: a verdict on the script as a
     whole, if it hung or failed before it had made all steps that were asked for.
     ``draws_alike``: the lines at which all ranks drew the same random numbers for their rows.
-    ``render``: writes the report; with True, everything.
     """
 
     name: str
@@ -188,7 +186,6 @@ class Observed:
     float64: bool
     on_cpu: bool
     notes: tuple[str, ...]
-    render: Callable[[Observed, bool], str] = field(repr=False, compare=False)
     ending: Verdict | None = None
     draws_alike: tuple[str, ...] = ()
 
@@ -231,11 +228,11 @@ class Observed:
         return self.verdict.cause
 
     def __str__(self) -> str:
-        return encodable(self.render(self, False), sys.stdout)
+        return encodable(render(self, full=False), sys.stdout)
 
     def full_report(self) -> str:
         """Everything that is known of every step."""
-        return encodable(self.render(self, True), sys.stdout)
+        return encodable(render(self, full=True), sys.stdout)
 
     def assert_equivalent(self) -> Observed:
         """Raises NotEquivalent or NothingCompared, unless every step is the same."""
@@ -318,30 +315,25 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-# Writes an observed step as files that stand alone: tensors, and a script that compares them.
+# Writes an observed step so that it stands alone: tensors, and a script that compares them.
 
-SHOW = '''"""Compares the gradients of every rank with those of one process.
+SHOW = '''"""Compares the gradients of every rank with those of one process. It needs torch.
 
-It needs torch and safetensors. The gradients, weights and rows beside this file were recorded in a
-real run, see about.json.
+step.pt was recorded in a real run: weights, rows and gradients of every rank and of one process.
 """
 
-import json
 from pathlib import Path
 
-from safetensors.torch import load_file
+import torch
 
-here = Path(__file__).parent
-about = json.loads((here / "about.json").read_text())
-print(about["headline"])
-print("ranks:      ", about["command"])
-print("one process:", about["one_process"])
-expected = load_file(here / "one_process.gradients.safetensors")
-for rank in range(about["world_size"]):
-    held = load_file(here / f"rank{rank}.gradients.safetensors")
+step = torch.load(Path(__file__).parent / "step.pt")
+print(step["headline"])
+print("ranks:      ", step["command"])
+print("one process:", step["one_process"])
+for rank, held in enumerate(step["gradients_of_ranks"]):
     print(f"rank {rank}:")
-    for name, truth in expected.items():
-        if name not in held:
+    for name, truth in step["gradients_of_one_process"].items():
+        if held[name] is None or truth is None:
             print(f"  {name}: no gradient")
             continue
         truth, value = truth.double(), held[name].double()
@@ -355,47 +347,31 @@ for rank in range(about["world_size"]):
 def export(step: ObservedStep, folder: Path, headline: str, command: str, one_process: str) -> Path:
     """Write the step to a new folder. Returns the script that shows the difference.
 
-    Raises BadCase if the folder exists already, or the script did not compute the step in one
-    process.
+    Raises BadCase if the script did not compute the step in one process.
     """
-    from safetensors.torch import save_file
-
-    if folder.exists():
-        raise BadCase("export", str(folder), "a path at which nothing is yet")
     try:
         answer = step.answer(step.everything)
     except CannotReplay as error:
         raise BadCase("export", str(folder), f"a step that was replayed; {error}") from error
     folder.mkdir(parents=True)
-    save_file(_known(step.weights()), folder / "weights.safetensors")
-    truth = {step.short(name): one for name, one in answer.gradients(BEFORE_CLIP).items()}
-    save_file(_known(truth), folder / "one_process.gradients.safetensors")
-    for rank in range(step.record.world_size):
-        reader = step.record.reader(rank, step.number)
-        for kind, name in ((BEFORE_CLIP, "gradients"), (HELD, "after_clipping"), (OWN, "own")):
-            save_file(_known(step.gradients(rank, kind)), folder / f"rank{rank}.{name}.safetensors")
-        read = reader.below("batch/") or reader.below("call/")
-        save_file(_known(read), folder / f"rank{rank}.rows.safetensors")
-    about = {
+    ranks = [step.of_rank(rank) for rank in step.ranks]
+    found = {
         "headline": headline,
         "command": command,
         "one_process": one_process,
-        "world_size": step.record.world_size,
-        "losses": [list(step.record.step(r, step.number).losses) for r in range(_ranks(step))],
-        "losses_in_one_process": list(answer.losses),
+        "weights": step.weights(),
+        "losses": [one.losses for one in ranks],
+        "losses_in_one_process": answer.losses,
+        "gradients_of_one_process": step.by_short_name(answer.gradients(BEFORE_CLIP)),
+        "gradients_of_ranks": [step.gradients(rank, BEFORE_CLIP) for rank in step.ranks],
+        "gradients_after_clipping": [step.gradients(rank, HELD) for rank in step.ranks],
+        "own_gradients": [step.gradients(rank, OWN) for rank in step.ranks],
+        "rows": [[dict(rows.all_tensors()) for rows in one.read_rows] for one in ranks],
     }
-    (folder / "about.json").write_text(f"{json.dumps(about, indent=1)}\n")
+    torch.save(found, folder / "step.pt")
     script = folder / "compare.py"
     script.write_text(SHOW)
     return script
-
-
-def _known(tensors: dict[str, Tensor] | dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: one.contiguous() for name, one in tensors.items() if one is not None}
-
-
-def _ranks(step: ObservedStep) -> int:
-    return step.record.world_size
 
 
 # What a report says of one step beside its verdict.
@@ -418,12 +394,18 @@ class StepFacts:
     @classmethod
     def of(cls, step: ObservedStep) -> StepFacts:
         """What the record shows."""
-        recorded = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
+        recorded = [step.of_rank(rank) for rank in step.ranks]
         losses = [loss for one in recorded for loss in one.losses]
         return cls(
-            optimizers=recorded[0].optimizers,
+            optimizers=tuple(recorded[0].optimizers),
             rows=len(step.rows),
             micro_batches=max(len(one.losses) for one in recorded),
             loss=sum(losses) / max(1, len(losses)),
-            clips=text_of_clips(step),
+            clips="; ".join(dict.fromkeys(map(_clipped, recorded[0].clips))),
         )
+
+
+def _clipped(clip: SeenClip) -> str:
+    norm = "" if math.isnan(clip.norm) else f", its norm was {text_of(clip.norm, '.3g')}"
+    place = f"{clip.place}: " if str(clip.place) else ""
+    return f"{place}clipped to {text_of(clip.limit, '.3g')}{norm}"

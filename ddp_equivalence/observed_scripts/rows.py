@@ -12,50 +12,6 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch_tree import children, leaves_of, map_leaves
 
-# Rows without their tensors, which lie in a file of their own, as JSON.
-
-NO_ROWS: Mapping[str, Any] = {"count": 0, "lists": {}, "entries": {}}
-
-IS_TENSOR = {"is": "tensor"}
-"""Stands for a tensor in the entry of a row."""
-
-
-def rows_without_tensors(rows: Rows) -> dict[str, Any]:
-    """What JSON can hold. Leaves that it cannot hold are left out."""
-    return {
-        "count": rows.count,
-        "lists": dict(rows.lists),
-        "entries": {
-            path: [_without_tensors(entry) for entry in entries]
-            for path, entries in rows.entries.items()
-        },
-    }
-
-
-def rows_with_tensors(known: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rows:
-    """What ``rows_without_tensors`` made, with the tensors by their paths in the batch."""
-    others = dict(tensors)
-    entries: dict[str, list[Entry]] = {
-        path: [
-            {
-                end: others.pop(f"{path}[{number}]{end}") if leaf == IS_TENSOR else leaf
-                for end, leaf in entry.items()
-            }
-            for number, entry in enumerate(of_path)
-        ]
-        for path, of_path in known["entries"].items()
-    }
-    return Rows(others, known["lists"], known["count"], entries)
-
-
-def _without_tensors(entry: Entry) -> dict[str, Any]:
-    return {
-        end: IS_TENSOR if isinstance(leaf, Tensor) else leaf
-        for end, leaf in entry.items()
-        if isinstance(leaf, Tensor) or type(leaf) in PLAIN
-    }
-
-
 # What the rows of a batch are padded with, where ranks have padded theirs to other lengths.
 
 IGNORED_LABEL = -100
@@ -266,15 +222,13 @@ PLAIN = (str, int, float, bool, type(None))
 class Rows:
     """``tensors``: by the path of the leaf. ``lists``: lists without tensors that have one entry
     for each row, by path. ``entries``: lists with tensors in the entry of each row, by path.
-    ``count``: the number of rows along dim 0; 0 where nothing has rows. ``time_first``: the paths
-    of the tensors whose rows are in dim 1 of the batch, see ``with_rows_first``.
+    ``count``: the number of rows along dim 0; 0 where nothing has rows.
     """
 
     tensors: Mapping[str, Tensor]
     lists: Mapping[str, list[Any]] = field(default_factory=dict)
     count: int = 0
     entries: Mapping[str, list[Entry]] = field(default_factory=dict)
-    time_first: frozenset[str] = frozenset()
 
     def has_rows(self, path: str) -> bool:
         """True if this tensor has one entry along dim 0 for each row."""
@@ -297,7 +251,7 @@ class Rows:
                 yield path, tensor
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """The same with every tensor changed."""
+        """The same with every tensor changed. Entries keep tensors and plain values alone."""
         return replace(
             self,
             tensors={path: change(tensor) for path, tensor in self.tensors.items()},
@@ -306,6 +260,7 @@ class Rows:
                     {
                         end: change(leaf) if isinstance(leaf, Tensor) else leaf
                         for end, leaf in entry.items()
+                        if isinstance(leaf, Tensor) or type(leaf) in PLAIN
                     }
                     for entry in entries
                 ]
@@ -352,16 +307,13 @@ def joined(parts: Sequence[Part]) -> Rows:
     """The rows of all parts, one after the other.
 
     Where ranks have padded their rows to other lengths, the rows are padded to the longest, with
-    what the batch itself is padded with. A leaf with the rows end to end, and their lengths beside
-    it, is taken apart by them. Raises ValueError where it is not known what one process
+    what the batch itself is padded with. Raises ValueError where it is not known what one process
     would have: where the parts hold other lists of rows, or other tensors that have no rows.
     """
     first = parts[0][0]
     for rows, _ in parts:
         if rows.entries.keys() != first.entries.keys():
             raise ValueError(f"ranks have lists of rows at other places: {_places(rows, first)}")
-        if rows.time_first != first.time_first:
-            raise ValueError("ranks have their rows in other dimensions")
     tensors = {}
     for path in first.tensors:
         if not all(path in rows.tensors for rows, _ in parts):
@@ -369,8 +321,6 @@ def joined(parts: Sequence[Part]) -> Rows:
         if all(rows.has_rows(path) for rows, _ in parts):
             taken = [_taken(rows.tensors[path], which) for rows, which in parts]
             tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
-        elif (ends := _taken_apart(path, parts)) is not None:
-            tensors[path] = ends
         else:
             whole = first.tensors[path]
             if whole.ndim and not all(_equal(rows.tensors[path], whole) for rows, _ in parts):
@@ -387,7 +337,7 @@ def joined(parts: Sequence[Part]) -> Rows:
         for path in first.entries
     }
     counts = [rows.count if which is None else len(which) for rows, which in parts]
-    return Rows(tensors, lists, sum(counts), entries, first.time_first)
+    return Rows(tensors, lists, sum(counts), entries)
 
 
 def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
@@ -396,52 +346,6 @@ def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
 
 def _entries(entries: list[Any], which: Sequence[int] | None) -> list[Any]:
     return entries if which is None else [entries[place] for place in which if place < len(entries)]
-
-
-def _taken_apart(path: str, parts: Sequence[Part]) -> Tensor | None:
-    """A leaf of whole numbers in which the rows lie end to end: where the batch has numbers, one
-    for each row, whose sum is the length of the leaf. Targets of a CTC loss lie like this. None if
-    no such numbers are in all parts. Raises ValueError if the leaf may hold the numbers of rows or
-    of other entries, which are others in a joined batch.
-    """
-    distinct = {id(rows): rows for rows, _ in parts}
-    for other in parts[0][0].tensors:
-        if not all(_belong(path, other, rows) for rows in distinct.values()):
-            continue
-        if all(_may_be_numbers_of_entries(path, rows) for rows in distinct.values()):
-            raise ValueError(f"{path} has no rows, and may hold the numbers of other entries")
-        if len({rows.tensors[path].shape[1:] for rows in distinct.values()}) > 1:
-            raise ValueError(f"{path} has no rows, and other sizes on other ranks")
-        split = {
-            key: rows.tensors[path].split(rows.tensors[other].tolist())
-            for key, rows in distinct.items()
-        }
-        return torch.cat(
-            [
-                split[id(rows)][row]
-                for rows, which in parts
-                for row in (range(rows.count) if which is None else which)
-            ]
-        )
-    return None
-
-
-def _belong(path: str, lengths: str, rows: Rows) -> bool:
-    """True if these numbers say how much of the leaf belongs to each row."""
-    if lengths not in rows.tensors or not rows.has_rows(lengths):
-        return False
-    leaf, numbers = rows.tensors[path], rows.tensors[lengths]
-    are_whole = all(one.dtype in (torch.int32, torch.int64) for one in (leaf, numbers))
-    if not are_whole or leaf.ndim == 0 or numbers.ndim != 1 or bool((numbers < 0).any()):
-        return False
-    return int(numbers.sum()) == len(leaf)
-
-
-def _may_be_numbers_of_entries(path: str, rows: Rows) -> bool:
-    """True if the largest number is that of the last row, or of the last entry of another leaf."""
-    leaf = rows.tensors[path]
-    others = {len(one) for name, one in rows.tensors.items() if name != path and one.ndim}
-    return leaf.numel() > 0 and int(leaf.max()) + 1 in {rows.count, *others}
 
 
 def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> list[Tensor]:
@@ -490,8 +394,7 @@ def put_into(rows: Rows, native: Any, top: Collection[str] = TOP) -> Any:
         if path in rows.entries:
             return type(leaf)(_like(leaf[0], entry) for entry in rows.entries[path])
         if isinstance(leaf, Tensor) and path in rows.tensors:
-            taken = rows.tensors[path].to(leaf.device)
-            return taken.transpose(0, 1).contiguous() if path in rows.time_first else taken
+            return rows.tensors[path].to(leaf.device)
         if path in rows.lists and _is_list(leaf, own.count):
             return type(leaf)(rows.lists[path])
         return leaf
@@ -522,36 +425,3 @@ def _like(native: Any, entry: Entry) -> Any:
         return found.to(leaf.device) if same_device else found
 
     return map_leaves(visit, native)
-
-
-# Batches of sequences whose dim 0 is the time, and whose rows are in dim 1.
-#
-# That is what ``nn.LSTM`` and ``nn.Transformer`` take unless they are told ``batch_first``.
-
-
-def with_rows_first(rows: Rows) -> Rows:
-    """The same with the rows of its tensors in dim 0; unchanged if they may not be in dim 1."""
-    count = _rows_in_dim_1(rows)
-    if not count:
-        return rows
-    swapped = frozenset(
-        path for path, one in rows.tensors.items() if one.ndim > 1 and one.shape[1] == count
-    )
-    tensors = {
-        path: one.transpose(0, 1) if path in swapped else one for path, one in rows.tensors.items()
-    }
-    return replace(rows, tensors=tensors, count=count, time_first=swapped)
-
-
-def _rows_in_dim_1(rows: Rows) -> int:
-    """How many rows there are if they are in dim 1; 0 if they are not.
-
-    Then every tensor that has rows by its dim 0 has as many in dim 1, or in dim 0 as masks do.
-    """
-    shapes = [one.shape for one in rows.tensors.values() if one.ndim]
-    sizes = Counter(shape[1] for shape in shapes if len(shape) > 1)
-    if rows.entries or rows.lists or not sizes:
-        return 0
-    count = sizes.most_common(1)[0][0]
-    others = [shape for shape in shapes if count not in shape[:2]]
-    return 0 if any(shape[0] == rows.count for shape in others) else count

@@ -21,7 +21,6 @@ from ddp_equivalence.observed_scripts.judged_step import (
     Script,
     judge,
     name_of_script,
-    rows_may_be_elsewhere,
 )
 from ddp_equivalence.observed_scripts.launch import (
     in_one_process,
@@ -55,7 +54,7 @@ from ddp_equivalence.observed_scripts.recording import (
     words_of,
     working_folder,
 )
-from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export, render
+from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
 from ddp_equivalence.observed_scripts.told import LookAt, Told
 from ddp_equivalence.report.record import tell
 from ddp_equivalence.report.render import headline_text
@@ -98,16 +97,11 @@ class ScriptObservation:
         alone = self.in_one_process(record)
         script = self._script(record, recorded - started)
         self.has_explained = self.has_looked_closer = False
-        self.exported: Path | None = None
-        before = list(self.notes)
         verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
-        if rows_may_be_elsewhere(verdicts) and record.may_be_time_first:
-            record, verdicts = self._with_rows_in_dim_1(script, record, alone, verdicts, before)
         if self.options.flat is not None and all(one.outcome == "same" for one in verdicts):
             alone = words_of(self.options.flat, "flat")
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
-        self._move_what_was_exported()
         about_rows = read_by_several_ranks(record), *about_epochs(record)
         self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
@@ -126,7 +120,6 @@ class ScriptObservation:
             float64=self.float64,
             on_cpu=script.on_cpu,
             notes=tuple(dict.fromkeys(self.notes)),
-            render=render,
             ending=end,
             draws_alike=self.alike,
         )
@@ -138,30 +131,7 @@ class ScriptObservation:
         self.notes.append(RAGGED)
         self.options = replace(self.options, dropout=False)
         self.recording = Recording(self.command, self.options, self.scratch)
-        return Record(self.recording.again(float64=self.float64).folder, record.time_first)
-
-    def _with_rows_in_dim_1(
-        self,
-        script: Script,
-        record: Record,
-        alone: Sequence[str],
-        verdicts: list[Verdict],
-        before: list[str],
-    ) -> tuple[Record, list[Verdict]]:
-        """The record and the verdicts if batches have their rows in dim 1; those that were given,
-        if they do not. ``before``: what there was to note without a verdict.
-        """
-        usual = dict(vars(self))
-        self.notes, self.exported = before, None
-        self.has_explained = self.has_looked_closer = False
-        with suppress(ScriptFailed):
-            other = self._without_ragged_dropout(Record(record.folder, time_first=True))
-            found = self._judged(script, other, alone, SIDE_BY_SIDE)
-            if not rows_may_be_elsewhere(found):
-                self.notes.append("the batches have the time in dim 0, and their rows in dim 1")
-                return other, found
-        vars(self).update(usual)
-        return record, verdicts
+        return Record(self.recording.again(float64=self.float64).folder)
 
     def in_one_process(self, record: Record) -> tuple[str, ...]:
         """The command that trains in one process. Raises BadCase if it is not known."""
@@ -193,8 +163,7 @@ class ScriptObservation:
         self, script: Script, record: Record, alone: Sequence[str], arrangement: Arrangement
     ) -> list[Verdict]:
         """A verdict on every step."""
-        name = f"{arrangement} in dim 1" if record.time_first else arrangement
-        folder = self.scratch / name.replace(" ", "_")
+        folder = self.scratch / arrangement.replace(" ", "_")
         folder.mkdir()
         at = working_folder(self.options, folder)
         socket_folder = tempfile.mkdtemp(prefix="obs", dir=short_folder())
@@ -222,7 +191,6 @@ class ScriptObservation:
             steps=len(record.steps),
             float64=self.float64,
             without_dropout=not self.options.dropout,
-            time_first=record.time_first,
             # A launcher says how many processes train; other scripts count devices.
             devices_on_cpu=self.options.as_cpu
             if tuple(alone) != self.command
@@ -245,20 +213,8 @@ class ScriptObservation:
         """Write the step to files, if the user wants that."""
         if self.options.export is None or step.oracle is None:
             return
-        folder = Path(tempfile.mkdtemp(prefix="exported_", dir=self.scratch)) / "step"
-        alone = shlex.join(step.oracle.command)
-        self.exported = export(
-            step, folder, headline_text(verdict), shlex.join(self.command), alone
-        )
-
-    def _move_what_was_exported(self) -> None:
-        """To where the user wants it, once it is known that this is how the rows lie."""
-        if self.exported is None or self.options.export is None:
-            return
-        folder = Path(self.options.export)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(self.exported.parent, folder)
-        script = folder / self.exported.name
+        folder, alone = Path(self.options.export), shlex.join(step.oracle.command)
+        script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
     def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:
@@ -390,38 +346,25 @@ def plan_lines(
 
 def _step_lines(record: Record, number: int, reads: bool) -> Iterator[Line]:
     step = record.step(0, number)
-    optimizers = " + ".join(step.optimizers)
     at = f" at {step.stepped_at}" if str(step.stepped_at) else ""
-    yield Line(f"  step {number + 1}: {optimizers} steps{at}")
+    yield Line(f"  step {number + 1}: {' + '.join(step.optimizers)} steps{at}")
     called = Counter((call.module, str(call.place)) for call in step.calls)
     for (module, place), times in called.items():
         where = f" at {place}" if place else ""
         yield Line(f"    {module} is called{where}, {times} {plural(times, 'time')} by rank 0")
     passes = len(step.losses)
     yield Line(f"    backward runs {passes} {plural(passes, 'time')} on rank 0")
-    held = record.reader(0, number).gradient_names("held/")
     more = f"; {step.unnamed} more are in no module that is called" if step.unnamed else ""
-    yield Line(f"    {len(held)} gradients are compared{more}")
+    yield Line(f"    {len(step.stepped)} gradients are compared{more}")
     if reads:
-        yield from (Line(f"    {text}") for text in _fed(record, number))
+        what = "its loader yields" if record.feed == "loader" else "its model is called with"
+        yield Line(f"    {what} the rows of all ranks as one batch; on rank 0 these are:")
+        read = step.read_rows[0].all_tensors()
+        shapes = [f"{path or 'a tensor'}: {tuple(one.shape)}" for path, one in read]
+        more_leaves = [f"and {len(shapes) - MOST_LEAVES} more"] if shapes[MOST_LEAVES:] else []
+        yield from (Line(f"      {text}") for text in (*shapes[:MOST_LEAVES], *more_leaves))
     if step.draws:
         yield Line("    random numbers are drawn as each rank drew them")
-
-
-def _fed(record: Record, number: int) -> Iterator[str]:
-    """What one process is given instead of what it reads itself."""
-    reader = record.reader(0, number)
-    if record.feed == "loader":
-        what, prefix = "its loader yields", "batch/0/"
-    else:
-        what, prefix = "its model is called with", "call/0/"
-    rows = sum(len(record.counts(rank, (number,))) > 0 for rank in range(record.world_size))
-    yield f"{what} the rows of {rows} ranks as one batch; on rank 0 these are:"
-    shapes = reader.shapes(prefix)
-    for path, shape in list(shapes.items())[:MOST_LEAVES]:
-        yield f"  {path or 'a tensor'}: {tuple(shape)}"
-    if len(shapes) > MOST_LEAVES:
-        yield f"  and {len(shapes) - MOST_LEAVES} more"
 
 
 # The steps of a record, and what the one process is asked of them first.

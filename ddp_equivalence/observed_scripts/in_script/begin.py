@@ -21,17 +21,13 @@ def begin() -> None:
 
         let_cuda_be_the_cpu(told.devices_on_cpu)
     if told.float64:
-        from ddp_equivalence.observed_scripts.in_script.hooks import compute_in_float64
-
-        compute_in_float64()
+        hooks.compute_in_float64()
     if told.without_dropout:
-        from ddp_equivalence.observed_scripts.in_script.hooks import drop_nothing
-
-        drop_nothing()
+        hooks.drop_nothing()
     if told.working_folder:
-        from ddp_equivalence.observed_scripts.in_script.hooks import keep_files
-
-        keep_files(told.working_folder)
+        hooks.keep_files(told.working_folder)
+    if told.role == "replay":
+        hooks.let_sequences_be_unsorted()
     watch: Watch = Recorder(told) if told.role == "record" else Replayer(told)
     hooks.install(watch)
     if told.plant:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.measurement.call_watch import Lines
-from ddp_equivalence.measurement.calls import Call
+from ddp_equivalence.measurement.calls import Call, Operations
 from ddp_equivalence.measurement.observation import Observation, RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.returned import DeclaredRows
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import with_real_files
+from ddp_equivalence.observed_scripts.recorded_step import write_whole
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.ranks.collectives import (
     new_collectives,
@@ -31,9 +30,8 @@ from ddp_equivalence.ranks.collectives import (
 
 # Watches one step of a rank line by line, as the steps of ``check`` are watched.
 
-FILE = "observation.pickle"
-OPERATIONS = "operations.pickle"
-"""They are read by the process that has started the script, and deleted with the record."""
+FILE = "closer_look.pt"
+"""Holds an ``Observation`` and, if they were logged, ``Operations``."""
 
 
 class CloserLook:
@@ -67,10 +65,9 @@ class CloserLook:
         ``set_up``: other calls that were made before. ``operations``: a log that has begun with
         the step's first batch.
         """
-        sizes, stride = self._look_at.sizes, self._look_at.stride
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
         declared = DeclaredRows([()])
-        kept = ElementSample(sizes, stride)
+        kept = self._look_at.sample
         observer = Observer(module, rows, declared, kept, inside_model=True)  # type: ignore[arg-type]
         rows.observer = observer
         self._observer = observer
@@ -96,14 +93,12 @@ class CloserLook:
         a loss scale. ``scales``: the loss scale of each backward pass.
         """
         assert self._observer is not None
-        is_logged = self._operations is not None and self._operations.stop()
+        operations = self._operations and self._operations.stopped(self._module)
         self._open.close()
         found = self._observer.found(
             {(0, name): one for name, one in gradients.items()}, new_collectives()
         )
-        if self._operations is not None and is_logged:
-            self._operations.write(folder / OPERATIONS, self._module)
-        (folder / FILE).write_bytes(pickle.dumps(with_real_files(_unscaled(found, scales))))
+        write_whole(folder / FILE, (with_real_files(_unscaled(found, scales)), operations))
 
 
 def _unscaled(found: Observation, scales: Sequence[float]) -> Observation:
@@ -170,9 +165,12 @@ class LoggedOperations:
         self._log.__exit__(None, None, None)
         return True
 
-    def write(self, path: Path, module: nn.Module) -> None:
-        """Write what was logged, to be read by the process that has started the script.
-        ``module``: the one whose gradients are compared.
+    def stopped(self, module: nn.Module) -> Operations | None:
+        """What was logged until now; None if the log cannot be ended. ``module``: the one whose
+        gradients are compared.
         """
+        if not self.stop():
+            return None
         gradients = {name: one.grad for name, one in module.named_parameters()}
-        path.write_bytes(pickle.dumps(with_real_files(self._log.found(gradients))))
+        found: Operations = with_real_files(self._log.found(gradients))
+        return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
-# Lets a script that needs CUDA run without it: each CUDA device is the CPU, and NCCL is gloo.
-#
+from ddp_equivalence.observed_scripts.in_script.around import around
+
 # What the script computes stays the same, but for the precision of float16, which becomes
 # bfloat16 under autocast, and for everything that only a GPU does: kernels, streams, NCCL.
 
@@ -41,17 +43,15 @@ def let_cuda_be_the_cpu(devices: int) -> None:
     _Devices().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
 
 
-def cpu_for(value: Any) -> Any:
-    """The CPU, if the value names a CUDA device; the value itself otherwise."""
+def cpu_for(value: Any, index: bool = True) -> Any:
+    """The CPU, if the value names a CUDA device; the value itself otherwise. ``index``: a whole
+    number names one, too.
+    """
     if isinstance(value, str) and value.split(":")[0] == "cuda":
         return "cpu"
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return CPU
-    return value
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    is_index = index and isinstance(value, int) and not isinstance(value, bool)
+    is_cuda = isinstance(value, torch.device) and value.type == "cuda"
+    return CPU if is_index or is_cuda else value
 
 
 class _Devices(TorchFunctionMode):
@@ -66,12 +66,10 @@ class _Devices(TorchFunctionMode):
             return args[0]
         if name == "record_stream":
             return None
-        device = named.get("device")
-        if device is not None:
-            named["device"] = CPU if _is_index(device) else cpu_for(device)
+        if named.get("device") is not None:
+            named["device"] = cpu_for(named["device"])
         if name == "to" and len(args) > 1:
-            first = CPU if _is_index(args[1]) else cpu_for(args[1])
-            args = (args[0], first, *map(cpu_for, args[2:]))
+            args = (args[0], cpu_for(args[1]), *(cpu_for(one, index=False) for one in args[2:]))
         if named.get("pin_memory"):
             named["pin_memory"] = False
         return func(*args, **named)
@@ -107,99 +105,62 @@ def _nothing() -> Callable[..., None]:
 
 
 def _answer_for_the_accelerator(devices: int) -> None:
-    accelerator: Any = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return
+    accelerator: Any = torch.accelerator
     accelerator.is_available = lambda *_: True
     accelerator.device_count = lambda: devices
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
     accelerator.current_device_index = lambda: 0
-    accelerator.set_device_index = _nothing()
-    accelerator.set_device_idx = _nothing()
-    accelerator.synchronize = _nothing()
-    accelerator.device_index = _nothing()
+    for name in ("set_device_index", "set_device_idx", "synchronize", "device_index"):
+        setattr(accelerator, name, _nothing())
 
 
 def _move_nothing() -> None:
     """``.to("cuda")`` and ``.cuda()`` leave a module where it is."""
-    to = nn.Module.to
 
-    def moved(self: Any, *arguments: Any, **named: Any) -> Any:
-        arguments = tuple(CPU if _is_index(one) else cpu_for(one) for one in arguments)
+    def moved(to: Any, module: Any, *arguments: Any, **named: Any) -> Any:
         if "device" in named:
-            device = named["device"]
-            named["device"] = CPU if _is_index(device) else cpu_for(device)
-        return to(self, *arguments, **named)
+            named["device"] = cpu_for(named["device"])
+        return to(module, *map(cpu_for, arguments), **named)
 
-    def stays(self: Any, *_: Any, **__: Any) -> Any:
-        return self
+    def stays(call: Any, one: Any, *_: Any, **__: Any) -> Any:
+        return one
 
-    nn.Module.to = moved  # type: ignore[method-assign]
-    nn.Module.cuda = stays  # type: ignore[method-assign]
-    torch.Tensor.cuda = stays  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = stays  # type: ignore[method-assign]
-    from torch.optim.optimizer import Optimizer
-
-    of_parallel: Any = nn.parallel
-    of_nn: Any = nn
-    of_nn.DataParallel = of_parallel.DataParallel = _NoDataParallel
+    around(nn.Module, "to", moved)
+    for kind, name in ((nn.Module, "cuda"), (Tensor, "cuda"), (Tensor, "pin_memory")):
+        around(kind, name, stays)
+    for of_torch in (nn.parallel, nn):
+        setattr(of_torch, "DataParallel", _NoDataParallel)  # noqa: B010  (for mypy)
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(Optimizer, name):
             setattr(Optimizer, name, _nothing())
 
 
 def _use_gloo() -> None:
-    from torch.distributed import distributed_c10d
-    from torch.nn.parallel import DistributedDataParallel
-
-    initialise = dist.init_process_group
-
-    @functools.wraps(initialise)
-    def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> Any:
+    def begun(initialise: Any, backend: Any = None, *arguments: Any, **named: Any) -> Any:
         named.pop("device_id", None)
         return initialise("gloo", *arguments, **named)
 
-    dist.init_process_group = init_process_group
-    distributed_c10d.init_process_group = init_process_group
-    new_group = dist.new_group
+    def grouped(new_group: Any, *arguments: Any, **named: Any) -> Any:
+        return new_group(*arguments, **{**named, "backend": "gloo"})
 
-    @functools.wraps(new_group)
-    def new_group_of_gloo(*arguments: Any, **named: Any) -> Any:
-        named["backend"] = "gloo"
-        return new_group(*arguments, **named)
+    def wrapped(wrap: Any, ddp: Any, module: Any, *arguments: Any, **named: Any) -> None:
+        for name in ("device_ids", "output_device"):
+            named.pop(name, None)
+        wrap(ddp, module, *[None, None, *arguments[2:]][: len(arguments)], **named)
 
-    dist.new_group = new_group_of_gloo
-    distributed_c10d.new_group = new_group_of_gloo
+    def meshed(make: Any, device_type: str, *arguments: Any, **named: Any) -> Any:
+        return make("cpu" if device_type == "cuda" else device_type, *arguments, **named)
+
+    distributed: Any = dist
+    for name, by in (("init_process_group", begun), ("new_group", grouped)):
+        around(distributed_c10d, name, by)
+        setattr(distributed, name, getattr(distributed_c10d, name))
     for module in (dist, distributed_c10d):
         if hasattr(module, "get_default_backend_for_device"):
             setattr(module, "get_default_backend_for_device", _gloo)  # noqa: B010  (for mypy)
-    _make_meshes_of_the_cpu()
-    wrap = DistributedDataParallel.__init__
-
-    def wrapped(
-        self: Any,
-        module: Any,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *arguments: Any,
-        **named: Any,
-    ) -> None:
-        wrap(self, module, None, None, *arguments, **named)
-
-    DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
-
-
-def _make_meshes_of_the_cpu() -> None:
-    from torch.distributed import device_mesh
-
-    make = device_mesh.init_device_mesh
-
-    def mesh(device_type: str, *arguments: Any, **named: Any) -> Any:
-        return make("cpu" if device_type == "cuda" else device_type, *arguments, **named)
-
-    device_mesh.init_device_mesh = mesh
-    of_distributed: Any = dist
-    of_distributed.init_device_mesh = mesh
+    around(device_mesh, "init_device_mesh", meshed)
+    distributed.init_device_mesh = device_mesh.init_device_mesh
+    around(DistributedDataParallel, "__init__", wrapped)
 
 
 class _NoDataParallel(nn.Module):
@@ -215,24 +176,21 @@ def _gloo(*_: Any) -> str:
 
 def _scale_on_the_cpu() -> None:
     """Autocast and loss scaling for CUDA are those for the CPU."""
-    enter: Callable[..., None] = torch.autocast.__init__
 
-    def autocast(self: Any, device_type: str, *arguments: Any, **named: Any) -> None:
-        if device_type != "cuda":
-            enter(self, device_type, *arguments, **named)
+    def autocast(enter: Any, region: Any, device: str, *arguments: Any, **named: Any) -> None:
+        if device != "cuda":
+            enter(region, device, *arguments, **named)
             return
         if named.get("dtype", arguments[0] if arguments else None) in (torch.float16, None):
             named["dtype"] = torch.bfloat16  # the CPU has kernels for it
             arguments = arguments[1:]
-        enter(self, "cpu", *arguments, **named)
+        enter(region, "cpu", *arguments, **named)
 
-    torch.autocast.__init__ = autocast  # type: ignore[method-assign]
-    prepare = torch.amp.GradScaler.__init__
+    def scaler(make: Any, scaler: Any, device: str = "cpu", *arguments: Any, **named: Any) -> None:
+        make(scaler, "cpu", *arguments, **named)
 
-    def scaler(self: Any, device: str = "cpu", *arguments: Any, **named: Any) -> None:
-        prepare(self, "cpu", *arguments, **named)
-
-    torch.amp.GradScaler.__init__ = scaler  # type: ignore[method-assign]
+    around(torch.autocast, "__init__", autocast)
+    around(torch.amp.GradScaler, "__init__", scaler)
 
     class AutocastForCuda(torch.autocast):
         def __init__(
@@ -258,8 +216,6 @@ def _scale_on_the_cpu() -> None:
 
 def let_it_take_cpu_tensors() -> None:
     """Replace its forward pass, and the question of DistributedDataParallel for CUDA."""
-    from torch.nn.parallel import DistributedDataParallel
-
     norm: Any = nn.SyncBatchNorm
     alone = nn.modules.batchnorm._BatchNorm.forward
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence, Sized
@@ -16,17 +14,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_equivalence.case.batch_tree import tensors_of
+from ddp_equivalence.comparison.gradients import digest as digest_of
+from ddp_equivalence.observed_scripts.in_script.around import around
 from ddp_equivalence.observed_scripts.oracle import QuestionLine, end_process
 from ddp_equivalence.observed_scripts.query import Query, RowOrder
 from ddp_equivalence.observed_scripts.recorded_step import (
     Epoch,
-    StepReader,
     loaders_of_training,
     rank_folder,
+    read_step,
 )
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.told import Told
-from ddp_equivalence.ranks.users_line import counts_as_torch
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
@@ -64,7 +63,6 @@ class FetchedBatches:
         self._evaluated: dict[int, int] = {}
         self._in_order_of_training: list[int] = []
         self._matched = False
-        self._passes: dict[tuple[int, int], int] = {}
 
     # --- what happens
 
@@ -91,15 +89,12 @@ class FetchedBatches:
             batch.generator = generator_state()
         self._since_call.append(loader)
 
-    def trained_with(self, arguments: Any, passes: int) -> None:
-        """A module is trained with these arguments: note which batches they are of. ``passes``: how
-        many backward passes the step has made before.
-        """
+    def trained_with(self, arguments: Any) -> None:
+        """A module is trained with these arguments: note which batches they are of."""
         since, self._since_call = set(self._since_call), []
         matched = self._matching(arguments)
         for loader, number in matched.items():
             self._use(loader, number + 1)
-            self._passes[loader, number] = passes
             self._evaluated.pop(loader, None)  # such as by a teacher
             self._matched = True
         if not matched and not since:  # this is made of them, such as by a frozen encoder
@@ -137,15 +132,6 @@ class FetchedBatches:
         numbers = {loader: number for number, loader in enumerate(self._in_order_of_training)}
         return tuple((numbers[loader], number) for loader, number in self.of_step)
 
-    def left_out(self, passes: int) -> tuple[int, ...]:
-        """Which batches of the first loader have no backward pass, of so many: not the last ones
-        with which a module was called before each.
-        """
-        of_first = [one for one in self.of_step if one[0] == self.of_step[0][0]]
-        used = {self._passes[one]: one for one in of_first if one in self._passes}.values()
-        is_known = len(used) == passes < len(of_first)
-        return tuple(n for n, one in enumerate(of_first) if one not in used) if is_known else ()
-
     @property
     def loaders(self) -> tuple[int, ...]:
         """Those that were trained with, in the order in which they first were."""
@@ -155,11 +141,6 @@ class FetchedBatches:
         """The batches of the step in progress."""
         found = [self._batches[loader][number] for loader, number in self.of_step]
         return [one for one in found if one is not None]
-
-    @property
-    def ahead(self) -> int:
-        """How many batches were fetched and not used."""
-        return sum(len(self._batches[one]) - self._used.get(one, 0) for one in self.training)
 
     # --- matching
 
@@ -192,12 +173,7 @@ class FetchedBatches:
 
 def digest(tensor: Tensor) -> str:
     """A digest of a tensor's values, whatever its shape."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return ""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    found = hashlib.sha256(str(flat.dtype).encode())  # most processors have instructions for it
-    found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()[:32]
+    return digest_of({str(tensor.dtype): tensor})
 
 
 # The loaders through which a script gets the rows of the record, and how long their epochs are.
@@ -222,7 +198,7 @@ class FedLoaders:
     @cached_property
     def _epoch(self) -> Epoch:
         """Of the first of them, on rank 0."""
-        return StepReader(rank_folder(self._told.folder, 0), 0).step.epoch
+        return read_step(rank_folder(self._told.folder, 0), 0).epoch
 
     def is_fed(self, loader: int) -> bool:
         """The loader with this number yields rows of the query that is computed now."""
@@ -290,7 +266,7 @@ class FedLoaders:
 @cache
 def _loaders_of(folder: str, rank: int, steps: tuple[int, ...]) -> frozenset[int]:
     """Those that a rank read from in these steps, numbered in the order of their training."""
-    read = (StepReader(rank_folder(folder, rank), step).step.batches for step in steps)
+    read = (read_step(rank_folder(folder, rank), step).used for step in steps)
     return frozenset(loader for batches in read for loader, _ in batches)
 
 
@@ -385,27 +361,22 @@ class _WatchedIterator:
 
 def watch_loaders(watch: Watch) -> None:
     """Let ``watch`` say what the loaders yield, and how long they are."""
-    iterate = DataLoader.__iter__
 
-    @counts_as_torch
-    def watched(self: DataLoader[Any]) -> Any:
+    def iterated(iterate: Any, loader: DataLoader[Any]) -> Any:
         if get_worker_info() is not None or not watch.is_on():
-            return iterate(self)
+            return iterate(loader)
         with watch.loader_begins():
-            iterator = iterate(self)
-        return _WatchedIterator(iterator, watch.batches_of(self, iterator))
+            iterator = iterate(loader)
+        return _WatchedIterator(iterator, watch.batches_of(loader, iterator))
 
-    DataLoader.__iter__ = watched  # type: ignore[method-assign]
-    length = DataLoader.__len__
+    def counted(length: Any, loader: DataLoader[Any]) -> int:
+        batches: int = length(loader)
+        return watch.length_of(loader, batches) if watch.is_on() else batches
 
-    @counts_as_torch
-    def counted(self: DataLoader[Any]) -> int:
-        batches = length(self)
-        return watch.length_of(self, batches) if watch.is_on() else batches
-
-    DataLoader.__len__ = counted  # type: ignore[method-assign]
-    for loader in _subclasses(DataLoader):
-        _watch_own_iteration(loader, watch)
+    around(DataLoader, "__iter__", iterated)
+    around(DataLoader, "__len__", counted)
+    for kind in _subclasses(DataLoader):
+        _watch_own_iteration(kind, watch)
 
     @classmethod  # type: ignore[misc]
     def watch_subclass(cls: type[DataLoader[Any]], **named: Any) -> None:
@@ -413,35 +384,31 @@ def watch_loaders(watch: Watch) -> None:
         _watch_own_iteration(cls, watch)
 
     DataLoader.__init_subclass__ = watch_subclass  # type: ignore[method-assign,assignment]
-    initialise = DataLoader.__init__
 
-    @functools.wraps(initialise)
-    def initialised(self: DataLoader[Any], *arguments: Any, **named: Any) -> None:
+    def initialised(initialise: Any, loader: Any, *arguments: Any, **named: Any) -> None:
         for module, name in HAND_ON:  # a library that was imported by now may be making one
             if module in sys.modules:
                 _watch_own_iteration(getattr(sys.modules[module], name), watch)
-        initialise(self, *arguments, **named)
-        watch.loaders.note_made(self)
+        initialise(loader, *arguments, **named)
+        watch.loaders.note_made(loader)
 
-    DataLoader.__init__ = initialised  # type: ignore[method-assign]
+    around(DataLoader, "__init__", initialised)
 
 
-def _watch_own_iteration(loader: type[Any], watch: Watch) -> None:
+def _watch_own_iteration(kind: type[Any], watch: Watch) -> None:
     """Let ``watch`` know when a loader hands on what a loader inside it has yielded."""
-    iterate: Any = loader.__iter__
-    if iterate is DataLoader.__iter__ or hasattr(iterate, "hands_on"):
+    own: Any = kind.__iter__
+    if own is DataLoader.__iter__ or hasattr(own, "hands_on"):
         return
 
-    @counts_as_torch
-    @functools.wraps(iterate)
-    def watched(self: Any) -> Any:
-        iterator = iterate(self)
+    def iterated(iterate: Any, loader: Any) -> Any:
+        iterator = iterate(loader)
         if get_worker_info() is not None or not watch.is_on():
             return iterator
         return _WatchedIterator(iterator, watch.handed_on(iterator))
 
-    watched.hands_on = True  # type: ignore[attr-defined]
-    loader.__iter__ = watched
+    around(kind, "__iter__", iterated)
+    kind.__iter__.hands_on = True
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.measurement.call_watch import Lines
 from ddp_equivalence.measurement.calls import lines_of
+from ddp_equivalence.observed_scripts.in_script.around import around
 from ddp_equivalence.observed_scripts.in_script.fetched import watch_loaders
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors
 from ddp_equivalence.observed_scripts.recorded_step import in_float64
@@ -60,31 +61,21 @@ def install(watch: Watch) -> None:
 
 
 def _watch_wrappers(watch: Watch) -> None:
-    initialise = DistributedDataParallel.__init__
+    def wrapped(initialise: Any, ddp: Any, *arguments: Any, **named: Any) -> None:
+        initialise(ddp, *arguments, **named)
+        watch.wrapped.append((ddp, lines_of(sys._getframe(1))))
 
-    @counts_as_torch
-    def watched(self: Any, *arguments: Any, **named: Any) -> None:
-        initialise(self, *arguments, **named)
-        watch.wrapped.append((self, lines_of(sys._getframe(1))))
-
-    DistributedDataParallel.__init__ = watched  # type: ignore[method-assign]
-    no_sync = DistributedDataParallel.no_sync
-
-    @counts_as_torch
-    def unsynchronised(self: Any) -> Any:
+    def no_sync(call: Any, ddp: Any) -> Any:
         watch.no_sync_at = lines_of(sys._getframe(1))
-        return no_sync(self)
+        return call(ddp)
 
-    DistributedDataParallel.no_sync = unsynchronised  # type: ignore[method-assign]
-    register = DistributedDataParallel.register_comm_hook
+    def hooked(register: Any, ddp: Any, state: object, hook: Callable[..., Any]) -> Any:
+        watch.hooked.append(Hooked(ddp, state, hook, lines_of(sys._getframe(1))))
+        return register(ddp, state, hook)
 
-    @counts_as_torch
-    @functools.wraps(register)
-    def registered(self: Any, state: object, hook: Callable[..., Any]) -> Any:
-        watch.hooked.append(Hooked(self, state, hook, lines_of(sys._getframe(1))))
-        return register(self, state, hook)
-
-    DistributedDataParallel.register_comm_hook = registered  # type: ignore[method-assign]
+    around(DistributedDataParallel, "__init__", wrapped)
+    around(DistributedDataParallel, "no_sync", no_sync)
+    around(DistributedDataParallel, "register_comm_hook", hooked)
 
 
 def _watch_modules(watch: Watch) -> None:
@@ -115,36 +106,19 @@ def _watch_modules(watch: Watch) -> None:
 
 
 def _watch_backward(watch: Watch) -> None:
-    backward = torch.autograd.backward
-
-    @counts_as_torch
-    def watched(*arguments: Any, **named: Any) -> Any:
+    def backward(call: Any, *arguments: Any, **named: Any) -> Any:
         if getattr(_inside, "backward", False) or not watch.is_on():
-            return backward(*arguments, **named)
+            return call(*arguments, **named)
         tensors = arguments[0] if arguments else named["tensors"]
         watch.before_backward([tensors] if isinstance(tensors, Tensor) else list(tensors))
         _inside.backward = True
         try:
-            return backward(*arguments, **named)
+            return call(*arguments, **named)
         finally:
             _inside.backward = False
             watch.after_backward()
 
-    torch.autograd.backward = watched
-    grad = torch.autograd.grad
-
-    @counts_as_torch
-    @functools.wraps(grad)
-    def watched_grad(outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
-        is_watched = not torch.compiler.is_compiling() and watch.is_on()
-        if not is_watched or not watch.before_grad(outputs, inputs):
-            return grad(outputs, inputs, *arguments, **named)
-        try:
-            return grad(outputs, inputs, *arguments, **named)
-        finally:
-            watch.after_backward()
-
-    torch.autograd.grad = watched_grad
+    around(torch.autograd, "backward", backward)
 
 
 def _watch_optimizers(watch: Watch) -> None:
@@ -174,59 +148,50 @@ def _watch_clipping(watch: Watch) -> None:
     from torch.nn.utils import clip_grad
 
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        watched = _watched_clip(getattr(clip_grad, name), watch)
-        setattr(clip_grad, name, watched)
-        setattr(torch.nn.utils, name, watched)
+        signature = inspect.signature(getattr(clip_grad, name))
 
+        def clipped(
+            clip: Any, *arguments: Any, signature: inspect.Signature = signature, **named: Any
+        ) -> Any:
+            if not watch.is_on():
+                return clip(*arguments, **named)
+            bound = signature.bind(*arguments, **named)
+            first, second = list(signature.parameters)[:2]
+            if not isinstance(bound.arguments[first], Tensor):
+                bound.arguments[first] = list(bound.arguments[first])
+            watch.before_clip()
+            result = clip(*bound.args, **bound.kwargs)
+            watch.after_clip(float(bound.arguments[second]), result)
+            return result
 
-def _watched_clip(clip: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
-    signature = inspect.signature(clip)
-    first, second = list(signature.parameters)[:2]
-
-    @counts_as_torch
-    @functools.wraps(clip)
-    def watched(*arguments: Any, **named: Any) -> Any:
-        if not watch.is_on():
-            return clip(*arguments, **named)
-        bound = signature.bind(*arguments, **named)
-        if not isinstance(bound.arguments[first], Tensor):
-            bound.arguments[first] = list(bound.arguments[first])
-        watch.before_clip()
-        result = clip(*bound.args, **bound.kwargs)
-        watch.after_clip(float(bound.arguments[second]), result)
-        return result
-
-    return watched
+        around(clip_grad, name, clipped)
+        setattr(torch.nn.utils, name, getattr(clip_grad, name))
 
 
 def _watch_loss_scales(watch: Watch) -> None:
-    scaler = torch.amp.GradScaler
-    scale, unscale, step = scaler.scale, scaler.unscale_, scaler.step
-
-    @counts_as_torch
-    def scaled(self: Any, outputs: Any) -> Any:
-        result = scale(self, outputs)
-        if watch.is_on() and self.is_enabled():
-            watch.loss_scale = float(self.get_scale())
+    def scaled(scale: Any, scaler: Any, outputs: Any) -> Any:
+        result = scale(scaler, outputs)
+        if watch.is_on() and scaler.is_enabled():
+            watch.loss_scale = float(scaler.get_scale())
             watch.gradients_are_scaled = True
         return result
 
-    @counts_as_torch
-    def unscaled(self: Any, optimizer: Any) -> Any:
-        result = unscale(self, optimizer)
-        if self.is_enabled():
+    def unscaled(unscale: Any, scaler: Any, optimizer: Any) -> Any:
+        result = unscale(scaler, optimizer)
+        if scaler.is_enabled():
             watch.gradients_are_scaled = False
         return result
 
-    @counts_as_torch
-    def stepped(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+    def stepped(step: Any, scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         before = watch.steps_seen
-        result = step(self, optimizer, *arguments, **named)
-        if watch.is_on() and self.is_enabled() and watch.steps_seen == before:
+        result = step(scaler, optimizer, *arguments, **named)
+        if watch.is_on() and scaler.is_enabled() and watch.steps_seen == before:
             watch.step_was_skipped()
         return result
 
-    scaler.scale, scaler.unscale_, scaler.step = scaled, unscaled, stepped  # type: ignore[method-assign]
+    around(torch.amp.GradScaler, "scale", scaled)
+    around(torch.amp.GradScaler, "unscale_", unscaled)
+    around(torch.amp.GradScaler, "step", stepped)
 
 
 # Keeps the user's files as they are, while a script runs in a copy of its folder made of links.
@@ -249,14 +214,13 @@ def keep_files(folder: str) -> None:
                 own_copy(os.fsdecode(path), inside)
 
     sys.addaudithook(before_open)
-    save = torch.save
 
-    def saved(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+    def saved(save: Any, obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
         if isinstance(f, str | os.PathLike):
             own_copy(os.fsdecode(f), inside)  # torch writes such files without Python
         save(obj, f, *arguments, **named)
 
-    torch.save = saved
+    around(torch, "save", saved)
 
 
 def own_copy(path: str, inside: str) -> None:
@@ -292,28 +256,36 @@ def drop_nothing() -> None:
 
     for name in DROPOUTS:
         setattr(functional, name, dropout)
-    attention: Any = functional.scaled_dot_product_attention
+    of_torch: Any = torch
+    of_torch.dropout = dropout
 
-    @functools.wraps(attention)
-    def without_dropout(*arguments: Any, **named: Any) -> Any:
+    def without_dropout(attention: Any, *arguments: Any, **named: Any) -> Any:
         if "dropout_p" in named:
             named["dropout_p"] = 0.0
         if len(arguments) > DROPOUT_P:
             arguments = (*arguments[:DROPOUT_P], 0.0, *arguments[DROPOUT_P + 1 :])
         return attention(*arguments, **named)
 
-    initialise = nn.RNNBase.__init__
+    def initialised(initialise: Any, layer: nn.RNNBase, *arguments: Any, **named: Any) -> None:
+        initialise(layer, *arguments, **named)
+        layer.dropout = 0.0
 
-    @functools.wraps(initialise)
-    def initialised(self: nn.RNNBase, *arguments: Any, **named: Any) -> None:
-        initialise(self, *arguments, **named)
-        self.dropout = 0.0
+    around(functional, "scaled_dot_product_attention", without_dropout)
+    around(nn.RNNBase, "__init__", initialised)
 
-    nn.RNNBase.__init__ = initialised  # type: ignore[method-assign]
-    of_torch: Any = torch
-    of_functional: Any = functional
-    of_functional.scaled_dot_product_attention = without_dropout
-    of_torch.dropout = dropout
+
+# Lets one process pack sequences that every rank has sorted by their lengths.
+
+
+def let_sequences_be_unsorted() -> None:
+    """``pack_padded_sequence`` asks for sorted sequences by default; joined ones are not sorted."""
+    from torch.nn.utils import rnn
+
+    def packed(pack: Any, input: Tensor, lengths: Any, *arguments: Any, **named: Any) -> Any:
+        named = {"batch_first": any(arguments[:1]), **named, "enforce_sorted": False}
+        return pack(input, lengths, **named)
+
+    around(rnn, "pack_padded_sequence", packed)
 
 
 # Lets an observed script compute in float64.
@@ -346,33 +318,30 @@ def compute_in_float64() -> None:
     """
     torch.set_default_dtype(torch.float64)
     require_memory()
-    from torch.nn.parallel import DistributedDataParallel
 
-    initialise = DistributedDataParallel.__init__
+    def wrapped(
+        initialise: Any, ddp: Any, module: nn.Module, *arguments: Any, **named: Any
+    ) -> None:
+        initialise(ddp, module.double(), *arguments, **named)
 
-    def wrapped(self: Any, module: nn.Module, *arguments: Any, **named: Any) -> None:
-        initialise(self, module.double(), *arguments, **named)
-
-    DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+    around(DistributedDataParallel, "__init__", wrapped)
 
 
 def require_memory() -> None:
     """Raise MemoryError as soon as the parameters that were made do not fit on all ranks."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or RANKS)
     most = psutil.virtual_memory().available / (ranks * BYTES_PER_ELEMENT)
-    register = nn.Module.register_parameter
     made = 0
 
-    @counts_as_torch
-    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def registered(register: Any, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         nonlocal made
-        register(self, name, param)
+        register(module, name, param)
         if param is not None and param.device.type == "cpu":
             made += param.numel()
             if made > most:
                 raise MemoryError(f"{made:,} parameters do not fit into the memory in float64")
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    around(nn.Module, "register_parameter", registered)
 
 
 # Lets the dropout inside recurrent layers draw from torch's own generator, on a GPU too.

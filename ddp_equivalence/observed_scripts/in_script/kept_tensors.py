@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import math
 import os
 import random
 import sys
 import tempfile
-import textwrap
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from tokenize import TokenError
 from typing import Any
 
 import psutil
@@ -30,7 +26,6 @@ from ddp_equivalence.comparison.rounding import nudge_each
 from ddp_equivalence.measurement.calls import CodeLine, is_users
 from ddp_equivalence.observed_scripts.query import STATE
 from ddp_equivalence.observed_scripts.recorded_step import Place
-from ddp_equivalence.observed_scripts.rows import Rows, rows_without_tensors
 
 LARGE = 1 << 20
 """The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
@@ -50,14 +45,8 @@ def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
     gather = getattr(tensor, "full_tensor", None)
     tensor = tensor if gather is None else gather()
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    copy = kept(tensor)
+    copy = kept(tensor.as_subclass(Tensor))  # a class of the script is not known where it is read
     return copy if divided_by == 1.0 else copy.div_(divided_by)
-
-
-def add_rows(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
-    """Add copies of rows, and how they lie in lists, to what will be written."""
-    tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.all_tensors()}
-    lists[f"{prefix}/"] = rows_without_tensors(rows)
 
 
 def put(value: Tensor | None, into: Tensor, nudge: int = 0) -> None:
@@ -130,10 +119,9 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "numpy.random", numpy.random.mtrand._rand
     for name, inner in module.named_modules():
-        if not type(inner).__module__.startswith("torch."):
-            for attribute, value in _attributes(inner):
-                where = f"{type(module).__name__}.{name}.{attribute}".replace("..", ".")
-                yield from _with_parts(where, value, deep=2)
+        if _is_of_users(type(inner)):
+            where = f"{type(module).__name__}.{name}".rstrip(".")
+            yield from _parts(where, inner, deep=3)
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if is_users(frame.f_code.co_filename):
@@ -144,6 +132,11 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
     """The value, and what it holds, down to so many levels."""
     yield name, value
+    if deep:
+        yield from _parts(name, value, deep)
+
+
+def _parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
     parts: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
         parts = ((f"[{k!r}]", one) for k, one in value.items() if isinstance(k, str | int))
@@ -151,7 +144,7 @@ def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
         parts = ((f"[{k}]", one) for k, one in enumerate(value))
     elif _is_of_users(type(value)):
         parts = ((f".{k}", one) for k, one in _attributes(value))
-    for part, one in islice(parts, MOST_PARTS) if deep else ():
+    for part, one in islice(parts, MOST_PARTS):
         yield from _with_parts(name + part, one, deep - 1)
 
 
@@ -161,8 +154,11 @@ def _attributes(of: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_users(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and is_users(file)
+    return is_users(_file_of(kind) or "<")
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def _text(value: Any) -> str:
@@ -306,95 +302,15 @@ class ModuleNames:
                     yield f"{name}:{inner}", tensor
 
 
-# Finds the line in the source of a module's class that assigns one of its buffers.
-
-DATA = "data"
-"""What is written to this attribute of a tensor is written to the tensor."""
-
-
-def line_that_assigns(module: nn.Module, buffer: str) -> Place | None:
-    """The line that gives a buffer its value, outside of ``__init__``; None unless there is one
-    such line, in the user's own code. ``buffer``: its name inside ``module``, with dots.
+def class_that_keeps(module: nn.Module, buffer: str) -> Place:
+    """The class of the user's that keeps a buffer: its file, and its name as the function.
+    ``buffer``: its name inside ``module``, with dots.
     """
-    path, _, name = buffer.rpartition(".")
     try:
-        owner: Any = module.get_submodule(path)
+        kind = type(module.get_submodule(buffer.rpartition(".")[0]))
     except AttributeError:  # it is inside a wrapper, which has no part in the name
-        return None
-    kind = type(owner)
-    if kind not in _known:
-        _known[kind] = _lines_that_assign(kind)
-    lines = _known[kind].get(name, [])
-    return lines[0] if len(lines) == 1 else None
-
-
-_known: dict[object, dict[str, list[Place]]] = {}
-
-
-def _lines_that_assign(kind: type[Any]) -> dict[str, list[Place]]:
-    """For each attribute of self, the lines that assign it, or write into it."""
-    tree, file, first = _source(kind)
-    found: dict[str, list[Place]] = {}
-    for method in getattr(tree, "body", ()):
-        if not isinstance(method, ast.FunctionDef) or method.name == "__init__":
-            continue
-        for node in ast.walk(method):
-            for name in _written(node):
-                number = first + getattr(node, "lineno", 1) - 1
-                found.setdefault(name, []).append(Place(real_file(file), number, method.name))
-    return found
-
-
-def _source(kind: type[Any]) -> tuple[ast.AST | None, str, int]:
-    """The class statement, its file, and its first line; None where that cannot be read."""
-    try:
-        file = inspect.getsourcefile(kind)
-        if file is None or not is_users(file):
-            return None, "", 0
-        source, first = inspect.getsourcelines(kind)
-        (tree,) = ast.parse(textwrap.dedent("".join(source))).body
-    except (OSError, TypeError, SyntaxError, ValueError, TokenError):
-        return None, "", 0  # such as a docstring that is indented less than its class
-    return tree, file, first
-
-
-def _written(node: ast.AST) -> list[str]:
-    """The attributes of self that a statement, or a call of a method such as copy_, writes to."""
-    if isinstance(node, ast.Assign):
-        targets: list[ast.expr] = node.targets
-        targets = [one for target in targets for one in _each(target)]
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-        targets = [node.target]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        in_place = node.func.attr.endswith("_") and not node.func.attr.endswith("__")
-        targets = [node.func.value] if in_place else []
-    else:
-        return []
-    return [name for target in targets if (name := _of_self(target)) is not None]
-
-
-def _each(target: ast.expr) -> list[ast.expr]:
-    """The targets of an assignment to several at once."""
-    if isinstance(target, ast.Tuple | ast.List):
-        return [one for element in target.elts for one in _each(element)]
-    return [target]
-
-
-def _is_data_of_a_tensor(node: ast.expr) -> bool:
-    """True for ``self.center.data``, and not for ``self.data``, which may be a buffer itself."""
-    if not isinstance(node, ast.Attribute) or node.attr != DATA:
-        return False
-    return not isinstance(node.value, ast.Name)
-
-
-def _of_self(node: ast.expr) -> str | None:
-    """``center`` for ``self.center``, ``self.center[0]``, ``self.center.data``; None for others."""
-    while isinstance(node, ast.Subscript) or _is_data_of_a_tensor(node):
-        assert isinstance(node, ast.Subscript | ast.Attribute)
-        node = node.value
-    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-        return None
-    return node.attr if node.value.id == "self" else None
+        return Place()
+    return Place(real_file(_file_of(kind)), 0, kind.__name__) if _is_of_users(kind) else Place()
 
 
 # Lines of code in the user's own files, also where a script runs in a copy made of links.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -25,24 +24,17 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
 )
 from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
-    add_rows,
     named_tensors,
     unwrapped,
     whole,
 )
-from ddp_equivalence.observed_scripts.in_script.watch import (
-    EarlierLines,
-    SetUpCalls,
-    StepInProgress,
-    Watch,
-)
+from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, SetUpCalls, Watch
 from ddp_equivalence.observed_scripts.oracle import end_process
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
-    RecordedStep,
-    digests_of_micro_batches,
+    Step,
+    path_of_step,
     rank_folder,
-    write_step,
     write_whole,
 )
 from ddp_equivalence.observed_scripts.rows import rows_of
@@ -63,7 +55,7 @@ class Recorder(Watch):
         self._told = told
         self.float64 = told.float64
         self._written, self._earlier_steps, self._done_at = 0, 0, math.inf
-        self._complete: StepInProgress | None = None
+        self._complete: Step | None = None
         self._fetched = FetchedBatches()
         self._closer_look: CloserLook | None = None
         self._operations: LoggedOperations | None = None
@@ -79,22 +71,22 @@ class Recorder(Watch):
         """False before the first step that is to be recorded: a warm-up may have many steps."""
         return self._earlier_steps >= self._told.first_step
 
-    def ends_step(self) -> None:
+    def ends_step(self, optimizer: Any) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
         if self._complete is None:
             self._earlier_lines.step_ends()
         self._complete = self.now
         self._end_closer_look(self.now.held)
         if self.keeps_tensors:
-            self._write(self.now)
+            self._write(optimizer)
         else:
             self._fetched.step_ends()
         if self._set_up is not None:
             self._set_up.stop()
 
-    def before_backward(self, roots: Sequence[Tensor], by_grad: bool = False) -> None:
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Keep the gradients that are there before the step has gone backward."""
-        super().before_backward(roots, by_grad)
+        super().before_backward(roots)
         if len(self.now.losses) == 1 and self.keeps_tensors:
             self.now.stale = {
                 name: whole(parameter.grad)
@@ -131,7 +123,7 @@ class Recorder(Watch):
             self._written += 1
         self._earlier_steps += 1
         self._fetched.step_begins()
-        self.now = StepInProgress()
+        self.now = Step()
         self.now.generators[Event("start")] = generator_state()
         self._finish_if_done()
 
@@ -149,7 +141,7 @@ class Recorder(Watch):
         others = [rank_folder(self._told.folder, rank) for rank in range(world_size())]
         while not all((one / "done").exists() for one in others):
             waited = time.monotonic() - self._done_at
-            if waited > PATIENCE and all((one / "step0.json").exists() for one in others):
+            if waited > PATIENCE and all(path_of_step(one, 0).exists() for one in others):
                 return
             if waited > WAIT_FOR_OTHERS:
                 break
@@ -166,7 +158,7 @@ class Recorder(Watch):
         folder = rank_folder(self._told.folder, rank_of_process())
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / "run.json", json.dumps(facts_of_process(folder)))
+            write_whole(folder / "run.pt", facts_of_process(folder))
         return folder
 
     # --- what a step reads
@@ -199,7 +191,7 @@ class Recorder(Watch):
         """Note which batches the module is called with; look closer, if that is wanted."""
         _ = world_size() > 1 and self._folder  # from now on, this rank says where it hangs
         self._look_closer(name)
-        self._fetched.trained_with((arguments, named), len(self.now.losses))
+        self._fetched.trained_with((arguments, named))
         return arguments, named
 
     def not_trained(self, arguments: Any, named: Any) -> None:
@@ -249,63 +241,27 @@ class Recorder(Watch):
 
     # --- writing
 
-    def _write(self, seen: StepInProgress) -> None:
+    def _write(self, optimizer: Any) -> None:
         self._fetched.step_ends()
-        tensors, lists = dict[str, Tensor](), dict[str, Any]()
-        if seen.states:  # this is rank 0, from which a wrapper sends buffers to the others
-            tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
-        missing = [name for name, gradient in seen.held.items() if gradient is None]
-        for kind, gradients in (
-            ("held", seen.held),
-            ("before_clip", seen.before_clip or {}),
-            ("own", seen.own),
-            ("stale", {name: one for name, one in seen.stale.items() if name in seen.held}),
-        ):
-            tensors |= {f"{kind}/{name}": g for name, g in gradients.items() if g is not None}
-        if len(seen.own_of_each) > 1:
-            for number, of_pass in enumerate(seen.own_of_each):
-                tensors |= {f"own_of_{number}/{name}": own for name, own in of_pass.items()}
-        counts = []
-        for place, fetched in enumerate(self._fetched.batches_of_step()):
-            counts.append(fetched.rows.count)
-            add_rows(tensors, lists, f"batch/{place}", fetched.rows)
-            if fetched.generator is not None:
-                tensors[Event("batch", number=place).name(0)] = fetched.generator
-        for number, rows in enumerate(seen.call_rows):
-            add_rows(tensors, lists, f"call/{number}", rows)
-        tensors |= {event.name(event.passes): one for event, one in seen.generators.items()}
         used = self._fetched.of_step
         loader = self.loaders.begun[used[0][0]] if used else None
-        step = RecordedStep(
+        fetched = self._fetched.batches_of_step()
+        of_batches = {
+            Event("batch", number=place): one.generator
+            for place, one in enumerate(fetched)
+            if one.generator is not None
+        }
+        self.write(
+            path_of_step(self._folder, self._written),
             number=self._written,
-            optimizers=tuple(seen.optimizers),
-            losses=tuple(seen.losses),
-            batches=self._fetched.used,
+            used=self._fetched.used,
+            batches=[one.rows for one in fetched],
             loaders=self._fetched.loaders,
-            batch_counts=tuple(counts),
-            left_out=self._fetched.left_out(len(seen.losses)),
-            calls=tuple(seen.calls),
-            results=tuple(seen.results),
-            clips=tuple(seen.clips),
-            scale=self.loss_scale,
-            weights=seen.weights,
-            draws=seen.draws,
-            without_gradient=tuple(missing),
-            unnamed=seen.unnamed,
-            ahead=self._fetched.ahead,
-            stepped_at=seen.stepped_at,
-            backward_at=tuple(seen.backward_at),
-            autocast=tuple(sorted(seen.autocast)),
-            batch_norm=seen.batch_norm,
-            by_grad=seen.by_grad,
-            in_python=seen.in_python,
-            frozen=seen.frozen,
-            earlier=self._earlier_lines.places(seen.optimizer, loader, self.names),
-            read=digests_of_micro_batches(seen.calls, seen.call_rows),
+            generators=self.now.generators | of_batches,
+            earlier=self._earlier_lines.places(optimizer, loader, self.names),
             epoch=self.loaders.epoch_of(loader),
             planted=None if self.planted is None else self.planted.fired,
         )
-        write_step(self._folder, step, tensors, lists)
 
 
 # Which rank a process of a script is.
@@ -336,10 +292,7 @@ def facts_of_process(folder: Path) -> dict[str, Any]:
     return {
         "world_size": world_size(),
         "process": os.getpid(),
-        "argv": sys.argv,
-        "executable": sys.executable,
         "main": str(getattr(sys.modules.get("__main__"), "__file__", "") or ""),
-        "in_group": dist.is_available() and dist.is_initialized(),
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
         "backend": _backend(),
     }

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_equivalence.comparison.rounding import NudgedInside
+from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.observed_scripts.in_script.closer_look import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     AskedQueries,
@@ -34,22 +36,22 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
     state_for,
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors, put, whole
-from ddp_equivalence.observed_scripts.in_script.watch import StepInProgress, Watch, place_of_caller
+from ddp_equivalence.observed_scripts.in_script.watch import Watch, place_of_caller
 from ddp_equivalence.observed_scripts.oracle import QuestionLine
 from ddp_equivalence.observed_scripts.query import (
     Answer,
-    AnswerOfStep,
     Piece,
     Query,
     RowOrder,
     path_of_kept,
 )
-from ddp_equivalence.observed_scripts.record import in_falling_order
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
-    StepReader,
+    Step,
     in_float64,
+    path_of_step,
     rank_folder,
+    read_step,
 )
 from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
 from ddp_equivalence.observed_scripts.told import Told
@@ -65,18 +67,19 @@ class Replayer(Watch):
 
     def __init__(self, told: Told) -> None:
         super().__init__()
-        self._told, self.float64, self.time_first = told, told.float64, told.time_first
+        self._told, self.float64 = told, told.float64
         self._line = QuestionLine(told.socket)
         self._asked = AskedQueries(self._line)
         self._fed_loaders = FedLoaders(told, self.loaders, self._asked)
-        self._answers: list[AnswerOfStep] = []
+        self._answers: list[str] = []
         self._complete, self._generators = False, RankGenerators()
         follow_restored_states(self._generators)
         self._not_given: dict[int, deque[tuple[Query, list[Source]]]] = {}
         self._nudged_inside: NudgedInside | None = None
         self._operations: LoggedOperations | None = None
-        self._logged = ""
-        self._after_step: tuple[StepReader, set[str]] | None = None
+        self._logged: Operations | None = None
+        self._after_step: tuple[Step, set[str]] | None = None
+        self._last: tuple[int, int] | None = None  # step that was computed, as in ``left_by``
         register_optimizer_step_post_hook(self._step_as_the_ranks)
 
     @property
@@ -85,20 +88,14 @@ class Replayer(Watch):
         query = self._asked.now
         return query, query.steps[min(len(self._answers), len(query.steps) - 1)]
 
-    @property
-    def counts_grads(self) -> bool:
-        """As on the ranks."""
-        query, number = self._now
-        return self._reader(query.ranks[0], number).step.by_grad
-
-    def ends_step(self) -> None:
+    def ends_step(self, optimizer: Any) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
         if self._fed_loaders.was_of_other_phase():
-            self.now = StepInProgress()
+            self.now = Step()
             return
         query, number = self._now
-        record = self._reader(query.ranks[0], number)
-        if len(self.now.optimizers) < len(record.step.optimizers):
+        record = self._step(query.ranks[0], number)
+        if len(self.now.optimizers) < len(record.optimizers):
             return
         lowest = ""
         if self._nudged_inside is not None:
@@ -107,33 +104,34 @@ class Replayer(Watch):
             self._nudged_inside = None
         self._end_log()
         # The script may be started several times, and be asked the same more than once.
-        name = f"{query.number}-{os.getpid()}-{self._line.answered}-{number}.safetensors"
-        parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
+        name = f"{query.number}-{os.getpid()}-{self._line.answered}-{number}.pt"
         at = self._line.folder / name
-        if query.state.next_step is not None:
-            self._after_step = self._reader(query.weights_of, query.state.next_step), parameters
-        self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
+        folder = rank_folder(self._told.folder, 0)
+        if path_of_step(folder, number + 1).exists():
+            self._after_step = self._step(0, number + 1), set(record.held)
+        self.write(at, number=number, lowest=lowest, own_of_each=[], left_by=self._last)
+        self._last = number, self.now.rows_of_calls
+        self._answers.append(str(at))
         self._complete = True
         if len(self._answers) == len(query.steps):
             steps, drawn = tuple(self._answers), self._generators
             answer = Answer(query.number, steps, drawn.missed, self._logged, tuple(drawn.alike))
             drawn.missed, drawn.alike = {}, {}
             self._line.answer(answer)
-            self._answers, self._logged = [], ""
+            self._answers, self._logged = [], None
 
     def goes_on(self) -> None:
         """Begin the next step."""
         if self._complete:
             self._complete = False
-            self.now = StepInProgress()
+            self.now = Step()
             self._generators.forget()
             if self._answers:  # a further step of the same query
                 self.draws_like_the_record(Event("start"))
 
     @lru_cache(maxsize=64)  # noqa: B019  (there is one Replayer in a process, and it stays)
-    def _reader(self, rank: int, number: int) -> StepReader:
-        folder = rank_folder(self._told.folder, rank)
-        return StepReader(folder, number, self._told.time_first)
+    def _step(self, rank: int, number: int) -> Step:
+        return read_step(rank_folder(self._told.folder, rank), number)
 
     # --- what the script is given
 
@@ -145,20 +143,19 @@ class Replayer(Watch):
             self._generators.begin()  # which stays, so it must be the outer one
             self._nudged_inside = NudgedInside(query.nudge)
             self._nudged_inside.__enter__()  # type: ignore[no-untyped-call]
-        record = self._reader(query.weights_of, number)
-        if query.state.reports_buffers:
-            self.now.left |= {name: whole(one) for name, one in self.names.buffers([name])}
+        record = self._step(0, number)
+        self.now.left |= {name: whole(one) for name, one in self.names.buffers([name])}
         for inner, tensor in named_tensors(module):
             value = query.state.of(f"{name}:{inner}")
-            value = record.tensor(f"weights/{name}:{inner}") if value is None else value
+            value = record.states.get(f"{name}:{inner}") if value is None else value
             put(value, tensor, query.nudge if isinstance(tensor, nn.Parameter) else 0)
 
     def _step_as_the_ranks(self, *given: object) -> None:
-        """Leave the weights that the optimizer left on the ranks, if that is asked."""
+        """Leave the weights that the optimizer left on the ranks: buffers may follow them."""
         if self._after_step is not None:
             (after, parameters), self._after_step = self._after_step, None
             for name, parameter in self.names.live_parameters():
-                put(after.tensor(f"weights/{name}") if name in parameters else None, parameter)
+                put(after.states.get(name) if name in parameters else None, parameter)
 
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""
@@ -205,22 +202,12 @@ class Replayer(Watch):
         position = self._fed_loaders.next_batch(loader)
         self._keep(self._asked.of_batch(position)[0])
         query, place_in_query = self._asked.of_batch(position)
-        pieces: Sequence[Piece] = query.micro_batches[place_in_query]
-        where = {
-            (one.rank, one.micro_batch): self._recorded_batches(one, query, loader)[one.micro_batch]
-            for one in pieces
-        }
-        read = {
-            (rank, number): self._reader(rank, step).rows(f"batch/{place}/")
-            for (rank, number), (step, place) in where.items()
-        }
-        pieces = in_falling_order(pieces, [read[one.rank, one.micro_batch] for one in pieces])
-        parts = [(read[one.rank, one.micro_batch], one.rows) for one in pieces]
+        parts, sources = [], []
+        for piece in query.micro_batches[place_in_query]:
+            step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
+            parts.append((self._step(piece.rank, step).batches[place], piece.rows))
+            sources.append(self._source(piece, step, Event("batch", number=place)))
         batch = self._put_into(parts, native)
-        read_at = [(piece, *where[piece.rank, piece.micro_batch]) for piece in pieces]
-        sources = [
-            self._source(p, step, Event("batch", number=n).name(0)) for p, step, n in read_at
-        ]
         self._not_given.setdefault(loader, deque()).append((query, sources))
         return batch
 
@@ -230,7 +217,7 @@ class Replayer(Watch):
         return [
             (number, place)
             for number in query.steps
-            for place, (one, _) in enumerate(self._reader(piece.rank, number).step.batches)
+            for place, (one, _) in enumerate(self._step(piece.rank, number).used)
             if one == wanted
         ]
 
@@ -245,12 +232,11 @@ class Replayer(Watch):
         index = sum(1 for call in self.now.calls if call.backwards == backwards)
         parts = []
         for piece in query.micro_batches[backwards % len(query.micro_batches)]:
-            record = self._reader(piece.rank, number)
-            of = enumerate(record.step.calls)
-            calls = [place for place, call in of if call.backwards == piece.micro_batch]
+            of = self._step(piece.rank, number).calls
+            calls = [call.rows for call in of if call.backwards == piece.micro_batch]
             if index >= len(calls):
                 return arguments, named
-            parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
+            parts.append((calls[index], piece.rows))
         given = self._put_into(parts, (arguments, named), TOP_OF_CALL)
         return given[0], given[1]
 
@@ -268,18 +254,14 @@ class Replayer(Watch):
             self._end_log()
 
     def _begin_log(self) -> None:
-        if self._operations is None and not self._logged:
+        if self._operations is None and self._logged is None:
             self._generators.begin()  # which stays, so it must be the outer one
             self._operations = LoggedOperations()
 
     def _end_log(self) -> None:
-        if self._operations is None:
-            return
-        if self._operations.stop():
-            path = self._line.folder / f"operations-{os.getpid()}-{self._line.answered}.pickle"
-            self._operations.write(path, self.names.modules[self._now[0].logged])
-            self._logged = str(path)
-        self._operations = None
+        if self._operations is not None:
+            self._logged = self._operations.stopped(self.names.modules[self._now[0].logged])
+            self._operations = None
 
     def after_call(self, result: Any) -> None:
         """What is drawn between two calls makes the rows, where these are not those of a loader."""
@@ -290,29 +272,31 @@ class Replayer(Watch):
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
         if self._draws(query):
-            step = self._reader(query.ranks[0], number).step
-            read = sum(loader == 0 for loader, _ in step.batches) - len(step.left_out)
+            step = self._step(query.ranks[0], number)
+            read = sum(loader == 0 for loader, _ in step.used)
             each = max(1, len(step.losses) // read) if read else 1  # passes of a micro-batch
             place, further = divmod(event.passes, each)
             pieces = query.micro_batches[place % len(query.micro_batches)]
             sources = [
-                self._source(one, number, event.name(one.micro_batch * each + further))
+                self._source(one, number, replace(event, passes=one.micro_batch * each + further))
                 for one in pieces
             ]
             self._generators.counts = True
             self._generators.use(sources, True, query.row_order)
 
-    def _source(self, piece: Piece, step: int, event: str) -> Source:
-        record = self._reader(piece.rank, step)
-        counts = record.batch_counts or record.call_counts or (0,)
-        count = counts[min(piece.micro_batch, len(counts) - 1)]
+    def _source(self, piece: Piece, step: int, event: Event) -> Source:
+        record = self._step(piece.rank, step)
+        read = record.read_rows
+        count = read[min(piece.micro_batch, len(read) - 1)].count if read else 0
         rows = piece.rows or ()
         all_made = len(rows) > count and sorted(rows) == [*range(len(rows))]  # made by the script
-        return Source(record.tensor(event), count, None if all_made else piece.rows, piece.rank)
+        return Source(
+            record.generators.get(event), count, None if all_made else piece.rows, piece.rank
+        )
 
     def _draws(self, query: Query) -> bool:
         ranks = query.ranks
-        return any(self._reader(r, number).step.draws for r in ranks for number in query.steps)
+        return any(self._step(r, number).draws for r in ranks for number in query.steps)
 
 
 # Keeps a process at the beginning of each step, which answers what is asked of the step later.
@@ -355,7 +339,7 @@ def keep(query: Query, line: QuestionLine) -> Query | None:
             random.setstate(state)
             torch.set_num_threads(1)  # a fork has no others, and would wait for them for ever
             _renew_groups()
-            return line.asked_only_over(connection)
+            return line.asked_only_over(Connection(connection.detach()))
         connection.close()
 
 
@@ -426,7 +410,6 @@ class RankGenerators(TorchDispatchMode):
         self.counts = True
         self._sources: list[Source] = []
         self._states: States = []
-        self._made: dict[int, None] = {}  # so many rows the script made on each rank by itself
         self._on = False
         self._row_order: RowOrder = "by row"
 
@@ -477,7 +460,7 @@ class RankGenerators(TorchDispatchMode):
 
     def forget(self) -> None:
         """Draw as usual from now on, where a step begins."""
-        self._sources, self._states, self._made = [], [], {}
+        self._sources, self._states = [], []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -489,13 +472,7 @@ class RankGenerators(TorchDispatchMode):
             return func(*args, **named)
         if not drops_something(func, args, named):
             return func(*args, **named)
-        drawn, read = self._drawn(func, args, named), self._sources
-        for count in () if drawn is not None else self._made:
-            self._sources = [replace(source, count=count, rows=None) for source in read]
-            drawn = self._drawn(func, args, named)
-            self._sources = read
-            if drawn is not None:
-                break
+        drawn = self._drawn(func, args, named)
         return self._drawn_by_each(func, args, named) if drawn is None else drawn
 
     def _drawn_by_each(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -522,24 +499,14 @@ class RankGenerators(TorchDispatchMode):
         return results[0]
 
     def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
-        """Those of all ranks, if the script makes as many rows on each rank as it reads there, or a
-        part of them, or a multiple, whatever its loader gives. None if these are no rows.
+        """Those of all ranks, if the script makes as many rows on each rank as it reads there,
+        whatever its loader gives. None if these are no rows.
         """
-        count, length = self._sources[0].count, len(made[0]) if made[0].ndim else 0
-        if any(one.count != count for one in self._sources) or len(self._sources) < 2:
+        counts = {one.count for one in self._sources}
+        if len(self._sources) < 2 or made[0].ndim == 0 or counts != {len(made[0])}:
             return None
-        if length == count:
-            return torch.cat(
-                [
-                    one if of.rows is None else one[list(of.rows)]
-                    for one, of in zip(made, self._sources, strict=True)
-                ]
-            )
-        are_all = all(one.taken == count for one in self._sources)
-        if length < 2 or (length % count and count % length) or not are_all:
-            return None
-        self._made[length] = None
-        return torch.cat([*made])
+        pairs = zip(made, self._sources, strict=True)
+        return torch.cat([one if of.rows is None else one[list(of.rows)] for one, of in pairs])
 
     def _note_missed(self, func: Any) -> None:
         if self.counts:
@@ -584,9 +551,7 @@ class RankGenerators(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The result of an operation that draws rows; None if it does not."""
         device = device_of(args, named)
-        if func not in IN_PLACE | MADE | LIKE | LIKE_VALUES or not self._is_known(device):
-            return None
-        if func in LIKE_VALUES and any(source.rows is not None for source in self._sources):
+        if func not in IN_PLACE | MADE | LIKE or not self._is_known(device):
             return None
         size = args[-1] if func in MADE else first_tensor(args).shape
         rows = sum(source.taken for source in self._sources)
@@ -688,9 +653,6 @@ LIKE = {
 """Operations that make tensors with the rows of their first tensor. How many numbers they draw
 depends on its shape alone. A dropout on a GPU is one of them; on the CPU it is made of others.
 """
-
-LIKE_VALUES = {aten.poisson.default, aten._standard_gamma.default}
-"""The same, but how many numbers they draw depends on the values too."""
 
 OF_DIM_0 = {aten.multinomial.default}
 """The rows of these are in dim 0 at any rate."""

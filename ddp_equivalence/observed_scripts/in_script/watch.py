@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,11 +20,11 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.worker import _worker_loop
 
-from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.call_watch import Lines, RegisteringCalls, TorchCalls
 from ddp_equivalence.measurement.calls import Call, Kind, lines_of
 from ddp_equivalence.measurement.lines import code_of, merged_handlers, without_failing
+from ddp_equivalence.observed_scripts.in_script.around import after
 from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import is_batch_norm
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     Loaders,
@@ -41,9 +40,9 @@ from ddp_equivalence.observed_scripts.in_script.hooks import (
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     ModuleNames,
+    class_that_keeps,
     held_in_python,
     kept,
-    line_that_assigns,
     mark_of,
     named_tensors,
     real_file,
@@ -55,9 +54,10 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     Place,
     SeenCall,
     SeenClip,
+    Step,
+    write_whole,
 )
-from ddp_equivalence.observed_scripts.rows import TOP_OF_CALL, Rows, rows_of, with_rows_first
-from ddp_equivalence.ranks.users_line import counts_as_torch
+from ddp_equivalence.observed_scripts.rows import TOP_OF_CALL, rows_of
 
 
 class Watch:
@@ -66,23 +66,21 @@ class Watch:
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
     still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
     were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
-    of one. ``hooked``: the communication hooks of wrappers. ``frozen``: the lines that have frozen
-    parameters. ``planted``: the fault that is planted
+    of one. ``hooked``: the communication hooks of wrappers. ``planted``: the fault that is planted
     here. ``loaders``: those of this process.
     """
 
-    float64 = time_first = False
+    float64 = False
 
     def __init__(self) -> None:
         self.names = ModuleNames()
-        self.now = StepInProgress()
+        self.now = Step()
         self.loss_scale, self.gradients_are_scaled = 1.0, False
         self.steps_seen = 0
         self.planted: PlantedFault | None = None
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
         self.hooked: list[Hooked] = []
-        self.frozen = FrozenParameters()
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
         self.loaders = Loaders()
@@ -92,11 +90,6 @@ class Watch:
     def is_on(self) -> bool:
         """False in a process that loads data."""
         return get_worker_info() is None
-
-    @property
-    def counts_grads(self) -> bool:
-        """A call of ``torch.autograd.grad`` may be a backward pass of this step."""
-        return True
 
     @property
     def keeps_tensors(self) -> bool:
@@ -136,13 +129,13 @@ class Watch:
         """Around the start of an iteration, in which torch draws a seed for the loader."""
         return nullcontext()
 
-    def ends_step(self) -> None:
+    def ends_step(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         raise NotImplementedError
 
     def step_was_skipped(self) -> None:
         """A loss scaler has found gradients that are not finite, and left the step out."""
-        self.now = StepInProgress()
+        self.now = Step()
 
     # --- events
 
@@ -168,6 +161,11 @@ class Watch:
         else:
             self.given(loader)
 
+    def write(self, path: Path, **more: Any) -> None:
+        """Write what the step is. ``more``: other values of its fields."""
+        calls = [replace(call, rows=call.rows.changed(whole)) for call in self.now.calls]
+        write_whole(path, replace(self.now, calls=calls, **more))
+
     def before_call(self, module: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
         """The script calls a module."""
         if not any(True for _ in named_tensors(module)):
@@ -185,13 +183,9 @@ class Watch:
             self.enters(name, module)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         if trained:
-            self.frozen.forget()
             arguments, named = self.fed(name, arguments, named)
             rows = rows_of((arguments, named), TOP_OF_CALL)
-            count = (with_rows_first(rows) if self.time_first else rows).count
-            backwards, place = len(self.now.losses), place_of_caller()
-            self.now.calls.append(SeenCall(name, backwards, count, place))
-            self.now.call_rows.append(rows)
+            self.now.calls.append(SeenCall(name, len(self.now.losses), place_of_caller(), rows))
             self.now.batch_norm |= any(map(is_batch_norm, module.modules()))
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
@@ -225,23 +219,9 @@ class Watch:
         if before is not None and by_the_script:  # initial weights were drawn before that
             self.now.draws |= not torch.equal(before, self._last_state)
 
-    def before_grad(self, outputs: Any, inputs: Any) -> bool:
-        """``torch.autograd.grad`` is called. True if it counts as a backward pass: it computes
-        gradients of parameters, and the script has not gone backward since the last step.
-        """
-        if (self.now.losses and not self.now.by_grad) or not self.counts_grads:
-            return False
-        if not any(map(self.names.of_parameter, tensors_of(inputs))):
-            return False
-        self.before_backward(tensors_of(outputs), by_grad=True)
-        return True
-
-    def before_backward(self, roots: Sequence[Tensor], by_grad: bool = False) -> None:
-        """A backward pass begins. ``by_grad``: ``torch.autograd.grad`` computes it."""
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """A backward pass begins."""
         self.goes_on()
-        if self.now.by_grad and not by_grad:
-            self.now.forget_grads()
-        self.now.by_grad = by_grad
         self.note_draws()
         self._scale_of_backward = self.loss_scale if self.gradients_are_scaled else 1.0
         values = [float(root.detach()) for root in roots if root.numel() == 1]
@@ -293,7 +273,7 @@ class Watch:
             for parameter in group["params"]:
                 name = self.names.of_parameter(parameter)
                 if name is not None and not parameter.requires_grad:
-                    self.now.frozen[name] = self.frozen.place_of(parameter)
+                    self.now.frozen.add(name)
                 if name is None:
                     self.now.unnamed += parameter.requires_grad
                 elif parameter.grad is None:
@@ -301,8 +281,8 @@ class Watch:
                 elif self.keeps_tensors:
                     self.now.held[name] = whole(parameter.grad, divided_by=scale)
         self.now.optimizers.append(type(optimizer).__name__)
-        self.now.optimizer, self.now.stepped_at = optimizer, place_of_caller()
-        self.ends_step()
+        self.now.stepped_at = place_of_caller()
+        self.ends_step(optimizer)
 
     def _hook_parameters(self, name: str, module: nn.Module) -> None:
         new = self.names.learn_parameters(name)
@@ -434,7 +414,7 @@ class EarlierLines:
                 if (place := self._loaded_at(module)).file
             },
             buffers={
-                f"{name}:{buffer}": line_that_assigns(module, buffer) or Place()
+                f"{name}:{buffer}": class_that_keeps(module, buffer)
                 for name, module in names.modules.items()
                 for buffer, tensor in named_tensors(module)
                 if not isinstance(tensor, nn.Parameter)
@@ -464,20 +444,6 @@ class EarlierLines:
         self._cleared = place_of_caller()
 
 
-def after(kind: type[Any], name: str, then: Callable[[Any], None]) -> None:
-    """Let ``then`` be called with the object after each call of this method of a class."""
-    method = getattr(kind, name)
-
-    @functools.wraps(method)
-    @counts_as_torch
-    def watched(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = method(self, *arguments, **named)
-        then(self)
-        return result
-
-    setattr(kind, name, watched)
-
-
 def _steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
     """What decides how an optimizer steps beside its gradients, as names and texts."""
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -495,49 +461,6 @@ def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return digest(value) if value.numel() > 1 else f"{value.item():.6g}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-# Remembers which line of the script has frozen a parameter, until the model is first trained.
-
-FLAG, METHOD = "requires_grad", "requires_grad_"
-
-
-class FrozenParameters:
-    """Watches from the beginning until ``forget``: then code that is compiled meets parameters as
-    they always are.
-    """
-
-    def __init__(self) -> None:
-        self._places = PlacesOfObjects()
-        flag, method = getattr(Tensor, FLAG), getattr(Tensor, METHOD)
-
-        @counts_as_torch
-        def assigned(parameter: Tensor, value: bool) -> None:
-            flag.__set__(parameter, value)
-            self._note(parameter)
-
-        @counts_as_torch
-        def called(parameter: Tensor, *arguments: Any, **named: Any) -> Tensor:
-            method(parameter, *arguments, **named)
-            self._note(parameter)
-            return parameter
-
-        setattr(nn.Parameter, FLAG, property(flag.__get__, assigned))
-        setattr(nn.Parameter, METHOD, called)
-
-    def forget(self) -> None:
-        """End watching. What was seen stays known."""
-        for name in (FLAG, METHOD):
-            if name in vars(nn.Parameter):
-                delattr(nn.Parameter, name)
-
-    def place_of(self, parameter: Tensor) -> Place:
-        """The line that has frozen it; an empty place if none was seen."""
-        return self._places.of(parameter)
-
-    def _note(self, parameter: Tensor) -> None:
-        place = Place() if parameter.requires_grad else place_of_caller()
-        self._places.note(parameter, place)
 
 
 # Remembers which line did something with an object, for as long as the object lives.
@@ -589,7 +512,7 @@ LARGE_SCALE = 1024.0
 """No reduction makes gradients so much larger or smaller than the ranks' own ones."""
 
 
-def scale_that_is_left(scale: float, names: ModuleNames, now: StepInProgress) -> float:
+def scale_that_is_left(scale: float, names: ModuleNames, now: Step) -> float:
     """The loss scale that the gradients still have, which was ``scale``. A script may have divided
     by it by hand: then they are not as much larger as the scale is than what was computed.
     """
@@ -603,65 +526,3 @@ def scale_that_is_left(scale: float, names: ModuleNames, now: StepInProgress) ->
             squares["own"] += float(own.double().square().sum())
     divided = squares["own"] > 0 and squares["held"] < scale * squares["own"]
     return 1.0 if divided else scale
-
-
-# What one process of an observed script has done since the last step of its optimizers.
-
-
-@dataclass
-class StepInProgress:
-    """What has happened since the last step of an optimizer.
-
-    ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
-    the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
-    of ``calls`` was given; ``results``: the mark of what it returned. ``weights``: digests of the
-    tensors of every module at its first call; ``states``: the tensors, on rank 0. ``scales``: the
-    loss scale of each backward pass. ``stale``: gradients that were there before the first one.
-    ``left``: what the buffers of one process held before those of the record replaced them.
-    ``generators``: states of torch's generator, by the event before which they were taken.
-    ``optimizer``: the one that steps. ``by_grad``: its backward passes were calls of
-    ``torch.autograd.grad``. ``in_python``: what the script held when it first called a module.
-    """
-
-    own: dict[str, Tensor] = field(default_factory=dict)
-    own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    calls: list[SeenCall] = field(default_factory=list)
-    call_rows: list[Rows] = field(default_factory=list)
-    results: list[float] = field(default_factory=list)
-    events: Counter[tuple[str, int]] = field(default_factory=Counter)
-    clips: list[SeenClip] = field(default_factory=list)
-    weights: dict[str, str] = field(default_factory=dict)
-    states: dict[str, Tensor] = field(default_factory=dict)
-    left: dict[str, Tensor] = field(default_factory=dict)
-    entered: set[str] = field(default_factory=set)
-    generators: dict[Event, Tensor] = field(default_factory=dict)
-    before_clip: dict[str, Tensor | None] | None = None
-    stale: dict[str, Tensor] = field(default_factory=dict)
-    backward_at: list[Place] = field(default_factory=list)
-    draws: bool = False
-    held: dict[str, Tensor | None] = field(default_factory=dict)
-    optimizers: list[str] = field(default_factory=list)
-    unnamed: int = 0
-    frozen: dict[str, Place] = field(default_factory=dict)
-    stepped_at: Place = field(default_factory=Place)
-    optimizer: Any = None
-    autocast: set[str] = field(default_factory=set)
-    batch_norm: bool = False
-    by_grad: bool = False
-    in_python: dict[str, str] = field(default_factory=dict)
-
-    def forget_grads(self) -> None:
-        """The script goes backward after all: what ``torch.autograd.grad`` computed until now is a
-        part of a loss, such as a penalty, or of a step inside the step.
-        """
-        self.by_grad = False
-        for one in (self.losses, self.scales, self.backward_at, self.own_of_each, self.own):
-            one.clear()
-        self.calls = [replace(call, backwards=0) for call in self.calls]
-        self.events, before, self.generators = Counter(), self.generators, {}
-        for event, state in before.items():
-            number = self.events[event.kind, 0]
-            self.events[event.kind, 0] += 1
-            self.generators[Event(event.kind, 0, number)] = state

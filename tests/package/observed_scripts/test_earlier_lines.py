@@ -16,17 +16,14 @@ from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines
 from ddp_equivalence.observed_scripts.recorded_step import EarlierPlaces, Place
 
 WATCHED = (
-    (Optimizer, "__init__"),
-    (DataLoader, "__init__"),
-    (nn.Module, "load_state_dict"),
-    (Optimizer, "load_state_dict"),
+    (Optimizer, ("__init__", "load_state_dict", "zero_grad")),
+    (DataLoader, ("__init__",)),
+    (nn.Module, ("load_state_dict", "zero_grad")),
     *(
-        (kind, "step")
-        for kind in vars(lr_scheduler).values()
-        if "step" in getattr(kind, "__dict__", ())
+        (one, ("step",))
+        for one in vars(lr_scheduler).values()
+        if "step" in getattr(one, "__dict__", ())
     ),
-    (Optimizer, "zero_grad"),
-    (nn.Module, "zero_grad"),
 )
 
 
@@ -50,8 +47,9 @@ class Wrapper(nn.Module):
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> EarlierLines:
-    for kind, name in WATCHED:
-        monkeypatch.setattr(kind, name, getattr(kind, name))  # so that it is put back
+    for kind, names in WATCHED:
+        for name in names:
+            monkeypatch.setattr(kind, name, getattr(kind, name))  # so that it is put back
     return EarlierLines()
 
 

@@ -37,19 +37,19 @@ def test_a_batch_is_of_the_step_in_which_a_module_is_trained_with_it(
 ) -> None:
     first = fetch(fetched, TRAINING, 1)
     fetch(fetched, TRAINING, 2)  # read ahead
-    fetched.trained_with(first, 0)
+    fetched.trained_with(first)
     fetched.step_ends()
-    assert (fetched.used, fetched.ahead) == (((0, 0),), 1)
+    assert fetched.used == ((0, 0),)
     fetched.step_begins()
-    fetched.trained_with(batch(2), 0)
+    fetched.trained_with(batch(2))
     fetched.step_ends()
-    assert (fetched.used, fetched.ahead) == (((0, 1),), 0)
+    assert fetched.used == ((0, 1),)
 
 
 def test_a_batch_that_is_not_recognised_is_of_the_step_that_follows(
     fetched: FetchedBatches,
 ) -> None:
-    fetched.trained_with(fetch(fetched, TRAINING, 1) + 0.5, 0)
+    fetched.trained_with(fetch(fetched, TRAINING, 1) + 0.5)
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
 
@@ -59,7 +59,7 @@ def test_a_batch_that_the_script_has_not_got_yet_is_of_no_step(fetched: FetchedB
     fetch(fetched, TRAINING, 1, given=False)
     fetch(fetched, TRAINING, 2, given=False)
     fetched.give(TRAINING)
-    fetched.trained_with(batch(1) + 0.5, 0)  # not recognised
+    fetched.trained_with(batch(1) + 0.5)  # not recognised
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
     first = fetched.batches_of_step()[0]
@@ -70,7 +70,7 @@ def test_a_batch_may_be_given_again(fetched: FetchedBatches) -> None:
     """Such as by a loader that yields each batch of the one inside it twice."""
     rows = fetch(fetched, TRAINING, 1)
     fetched.give(TRAINING)
-    fetched.trained_with(rows, 0)
+    fetched.trained_with(rows)
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
 
@@ -79,7 +79,7 @@ def test_an_evaluation_is_not_training_even_on_the_same_rows(fetched: FetchedBat
     for number in (1, 2):
         fetched.evaluated_with(fetch(fetched, OTHER, number))
     fetched.reads_on(OTHER)  # there are no more
-    fetched.trained_with(fetch(fetched, TRAINING, 1), 0)
+    fetched.trained_with(fetch(fetched, TRAINING, 1))
     fetched.step_ends()
     assert fetched.training == {TRAINING}
     assert (fetched.used, fetched.loaders) == (((0, 0),), (TRAINING,))
@@ -90,7 +90,7 @@ def test_an_evaluation_between_a_batch_and_its_use_changes_nothing(
 ) -> None:
     read_before = fetch(fetched, TRAINING, 1)
     fetched.evaluated_with(fetch(fetched, OTHER, 1))  # the same rows
-    fetched.trained_with(read_before, 0)
+    fetched.trained_with(read_before)
     fetched.step_ends()
     assert fetched.loaders == (TRAINING,)
 
@@ -98,7 +98,7 @@ def test_an_evaluation_between_a_batch_and_its_use_changes_nothing(
 def test_a_teacher_may_see_the_batch_before_the_student(fetched: FetchedBatches) -> None:
     rows = fetch(fetched, TRAINING, 1)
     fetched.evaluated_with(rows)
-    fetched.trained_with(rows, 0)
+    fetched.trained_with(rows)
     fetch(fetched, TRAINING, 2)
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
@@ -107,8 +107,8 @@ def test_a_teacher_may_see_the_batch_before_the_student(fetched: FetchedBatches)
 
 def test_loaders_are_numbered_in_the_order_of_training(fetched: FetchedBatches) -> None:
     late, early = fetch(fetched, 4, 1), fetch(fetched, 7, 2)
-    fetched.trained_with(early, 0)
-    fetched.trained_with(late, 0)
+    fetched.trained_with(early)
+    fetched.trained_with(late)
     fetched.step_ends()
     assert (fetched.used, fetched.loaders) == (((0, 0), (1, 0)), (7, 4))
 
@@ -116,7 +116,7 @@ def test_loaders_are_numbered_in_the_order_of_training(fetched: FetchedBatches) 
 def test_batches_that_are_never_trained_with_are_forgotten(fetched: FetchedBatches) -> None:
     for number in range(MOST_AHEAD + 3):
         fetch(fetched, OTHER, number)
-    fetched.trained_with(batch(1), 0)  # too late: it is not kept any more
+    fetched.trained_with(batch(1))  # too late: it is not kept any more
     assert fetched.used == ()
-    fetched.trained_with(batch(MOST_AHEAD), 0)
+    fetched.trained_with(batch(MOST_AHEAD))
     assert fetched.batches_of_step()

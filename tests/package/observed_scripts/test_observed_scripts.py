@@ -30,7 +30,7 @@ LIMIT = 1e-13
         pytest.param("adversarial.py", 4, id="two optimizers in turn, noise"),
         pytest.param("loss_scale.py", 3, id="loss scale, loader read ahead"),
         pytest.param("detector.py", 3, id="lists of images and boxes"),
-        pytest.param("tagger.py", 3, id="rows sorted, or end to end; a loss annealed by the step"),
+        pytest.param("tagger.py", 3, id="rows sorted by length; a loss annealed by the step"),
     ],
 )
 def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> None:
@@ -43,7 +43,7 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
 
 
 def test_one_process_counts_the_steps_before_those_that_are_recorded() -> None:
-    """The weight of one loss of this script is the number of the step."""
+    """The weight of the loss of this script is the number of the step."""
     found = observed("tagger.py", from_step=2, steps=2)
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
 
@@ -90,37 +90,22 @@ def test_a_reduced_count_says_nothing_of_a_loss_that_one_process_does_not_repeat
     assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY, str(found)
 
 
-def test_a_loader_may_be_a_batch_ahead_of_the_noise_that_the_script_adds() -> None:
-    found = observed("classifier.py", "ahead", "noise")
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
-
-
-def test_a_row_may_have_several_entries_that_are_dropped_by_themselves() -> None:
-    found = observed("classifier.py", "crops")
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
-
-
-def test_a_script_may_divide_by_its_loss_scale_by_hand() -> None:
-    found = observed("loss_scale.py", "by_hand")
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
-
-
-@pytest.mark.parametrize("word", ["named", "one", "uncollated"])
-def test_lists_of_rows_may_come_in_other_forms(word: str) -> None:
-    """A named argument, one row with its boxes, and dicts that the loader has not collated."""
-    found = observed("detector.py", word)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
-
-
-def test_a_rank_may_call_a_module_that_others_have_not_called() -> None:
-    """Its parameters are in the optimizer of all ranks."""
-    assert observed("classifier.py", "probed", steps=1).outcome == "same"
-
-
-def test_an_evaluation_of_the_same_rows_on_one_rank_is_not_taken_for_training() -> None:
-    """Its loader is then the first on rank 0, and the other ranks do not have it."""
-    found = observed("classifier.py", "evaluates", steps=2)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same", "same"]
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        pytest.param("classifier.py", "ahead noise", id="a loader ahead of the noise"),
+        pytest.param("classifier.py", "crops", id="several entries of a row, dropped alone"),
+        pytest.param("loss_scale.py", "by_hand", id="a loss scale that is divided by hand"),
+        pytest.param("detector.py", "named", id="lists of rows in a named argument"),
+        pytest.param("detector.py", "one", id="one row with its boxes"),
+        pytest.param("detector.py", "uncollated", id="dicts that are not collated"),
+        pytest.param("classifier.py", "probed", id="a module that one rank calls alone"),
+        pytest.param("classifier.py", "evaluates", id="an evaluation of the same rows on a rank"),
+    ],
+)
+def test_what_a_right_script_may_do(script: str, words: str) -> None:
+    found = observed(script, *words.split(), steps=2)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
 
 
 @pytest.mark.parametrize(("word", "outcome"), [("", "same"), ("times", "different")])
@@ -164,9 +149,7 @@ def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -
     assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
 
 
-@pytest.mark.parametrize(
-    "words", ["fixed", "half", "triple", "fixed uniform", "half noisy", "triple noisy"]
-)
+@pytest.mark.parametrize("words", ["fixed", "fixed uniform"])
 def test_a_script_may_make_rows_itself_as_many_on_each_rank_as_it_reads(words: str) -> None:
     found = observed("adversarial.py", *words.split())
     assert [one.outcome for one in found.verdicts] == ["same"] * 4, str(found)
@@ -178,7 +161,6 @@ def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
     found = observed("classifier.py", "frozen", steps=1)
     assert (found.outcome, found.cause) == ("different", "parameter_frozen_on_one_rank")
     assert "0.bias is frozen on rank 1 only" in str(found)
-    assert source_of_fault(found) == "net[0].bias.requires_grad_(False)"
 
 
 def test_a_script_that_changes_its_rows_by_rank_shows_nothing() -> None:
@@ -240,28 +222,6 @@ def test_flat_shows_what_accumulation_does_to_one_process_too() -> None:
     assert without_flat.outcome == "same"  # one process accumulates in the same way
 
 
-@pytest.mark.parametrize("word", ["", "dropout"])
-def test_batches_may_have_the_time_in_dim_0(word: str) -> None:
-    """Joined along it, the rows of two ranks would be longer sequences, and other ones."""
-    found = observed("time_first.py", *word.split())
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3, str(found)
-    assert "the batches have the time in dim 0, and their rows in dim 1" in found.notes
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("sum", "mean_not_sum"),
-        ("ragged", "token_counts_weighted_equally"),
-        ("ragged dropout", "token_counts_weighted_equally"),
-    ],
-)
-def test_a_fault_is_named_where_the_time_is_in_dim_0(words: str, cause: str) -> None:
-    found = observed("time_first.py", *words.split(), steps=1)
-    assert (found.outcome, found.cause) == ("different", cause), str(found)
-    assert source_of_fault(found).startswith("loss = cross_entropy(")
-
-
 def test_rows_that_several_ranks_have_read_are_counted() -> None:
     """The gradients of these steps are right, but some rows count twice in an epoch."""
     found = observed("classifier.py", "apart", steps=6)
@@ -271,18 +231,6 @@ def test_rows_that_several_ranks_have_read_are_counted() -> None:
     assert not [
         one for one in observed("classifier.py", steps=6).notes if "more than one rank" in one
     ]
-
-
-def test_a_step_is_exported_as_its_rows_really_lie(tmp_path: Path) -> None:
-    """Dim 0 is tried first, and differs too."""
-    folder = tmp_path / "new" / "step"
-    found = observed("time_first.py", "sum", steps=1, export=folder)
-    assert found.cause == "mean_not_sum"
-    (script,) = folder.glob("*.py")
-    printed = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True
-    ).stdout
-    assert set(re.findall(r"nearest multiple (\S+)", printed)) == {"0.5"}, printed
 
 
 FLUSHES = ("accumulating.py", "flushes", "--micro-batches", "4")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -169,21 +168,6 @@ def test_a_sequence_model_may_have_its_rows_in_dim_1(length: int, device: str) -
         assert generators.missed == {}
 
 
-def test_what_is_drawn_like_a_tensor_may_stand_in_blocks_too(device: str) -> None:
-    chance = torch.rand(2 * 4, 3, device=device)
-    of_rank = chance.reshape(2, 4, 3).split(2, dim=1)
-    states, masks = zip(
-        *(
-            drawn_by(seed, partial(torch.bernoulli, of_rank[seed - 1].reshape(4, 3)))
-            for seed in (1, 2)
-        ),
-        strict=True,
-    )
-    with drawing(whole(states, 2), row_order="in blocks"):
-        wanted = torch.cat([mask.reshape(2, 2, 3) for mask in masks], dim=1).reshape(-1, 3)
-        assert torch.equal(torch.bernoulli(chance), wanted)
-
-
 def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows(device: str) -> None:
     """Such as a number that decides whether a layer is skipped. The device has two names."""
     drop = nn.Dropout(0.5)
@@ -204,19 +188,6 @@ def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows(device: 
         assert generators.missed == {"aten.rand.default": 1}
         both = drop(torch.ones(6 * 40, device=device))
         assert torch.equal(both, torch.cat([of_first[1:], of_second[1:]]))
-
-
-def test_what_a_script_does_not_draw_is_not_missed(device: str) -> None:
-    with drawing(whole([generator_state(), generator_state()], 3)) as generators:
-        with torch.inference_mode():  # then torch does not take a dropout apart
-            nn.functional.dropout(torch.ones(5, device=device), 0.1, training=False)
-        assert generators.missed == {}
-
-
-def test_noise_of_another_shape_in_each_row_is_drawn_for_its_rank(device: str) -> None:
-    states, noise = drawn_by_each(lambda: torch.randn(2 * 5, 3, device=device))
-    with drawing(whole(states, 2)):
-        assert torch.equal(torch.randn(4 * 5, 3, device=device), torch.cat(noise))
 
 
 def test_dropout_of_a_tensor_that_is_transposed_in_memory_is_drawn_in_that_order(

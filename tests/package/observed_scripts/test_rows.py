@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import UserDict
 from typing import Any
 
@@ -10,15 +9,12 @@ import pytest
 import torch
 
 from ddp_equivalence.observed_scripts.query import Piece
-from ddp_equivalence.observed_scripts.record import in_falling_order
+from ddp_equivalence.observed_scripts.record import Row, pieces_of
 from ddp_equivalence.observed_scripts.rows import (
     TOP_OF_CALL,
-    Rows,
     joined,
     put_into,
     rows_of,
-    rows_with_tensors,
-    rows_without_tensors,
 )
 
 
@@ -83,15 +79,12 @@ def test_the_entries_of_lists_of_rows_are_joined() -> None:
     assert [len(target["boxes"]) for target in targets] == [1, 2, 5, 4]
 
 
-def test_lists_of_rows_are_written_and_read_again() -> None:
-    rows = rows_of((*detections(1, 2), torch.arange(2)))
-    known = json.loads(json.dumps(rows_without_tensors(rows)))
-    again = rows_with_tensors(known, dict(rows.all_tensors()))
-    assert again.tensors.keys() == {"[2]"}
-    images, targets, labels = put_into(again, (*detections(7, 8), torch.zeros(2)))
-    assert [image.shape[1] - 2 for image in images] == [1, 2]
-    assert targets[1]["name"] == "has 2"
-    assert labels.tolist() == [0, 1]
+def test_what_is_kept_of_rows_are_their_tensors_and_plain_values() -> None:
+    images, targets = detections(1, 2)
+    for target in targets:
+        target["maker"] = object()
+    kept = rows_of((images, targets)).changed(torch.clone)
+    assert kept.entries["[1]"][0].keys() == {"['boxes']", "['name']"}
 
 
 @pytest.mark.parametrize(
@@ -123,10 +116,6 @@ def test_a_batch_may_be_a_list_of_its_rows() -> None:
     rows = rows_of(batch)
     assert (rows.count, list(rows.entries)) == (2, [""])
     assert [len(one["boxes"]) for one in put_into(joined([(rows, (1,))]), batch)] == [2]
-
-
-def test_one_row_with_one_box_is_a_row() -> None:
-    assert rows_of(detections(1)).entries.keys() == {"[0]", "[1]"}
 
 
 @pytest.mark.parametrize("of_call", [([0], {}), ([0, 1], {}), ([0], {"targets": 1})])
@@ -173,31 +162,10 @@ def test_a_mask_of_padding_is_true_on_padding() -> None:
     assert rows.tensors["['padding_mask']"][0].tolist() == [False, False, True, True, True]
 
 
-def test_images_with_one_label_each_are_rows() -> None:
-    images, _ = detections(1, 2, 3, 4)
-    rows = rows_of((images, torch.arange(4)))
-    assert (rows.count, list(rows.entries)) == (4, ["[0]"])
-
-
 def test_ranks_with_another_number_of_dimensions_cannot_be_joined() -> None:
     flat, deep = rows_of({"x": torch.ones(2, 3)}), rows_of({"x": torch.ones(2, 3, 4)})
     with pytest.raises(ValueError, match="number of dimensions"):
         joined([(flat, None), (deep, None)])
-
-
-def end_to_end(*lengths: int, first: int) -> Rows:
-    numbers = torch.arange(first, first + sum(lengths))
-    inputs = torch.ones(len(lengths), 4)
-    return rows_of({"inputs": inputs, "targets": numbers, "lengths": torch.tensor(lengths)})
-
-
-def test_rows_that_lie_end_to_end_are_taken_apart_by_their_lengths() -> None:
-    parts = [end_to_end(2, 1, 3, first=0), end_to_end(1, 2, first=10)]
-    both = joined([(parts[0], None), (parts[1], None)])
-    assert both.tensors["['targets']"].tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12]
-    some = joined([(parts[1], (1,)), (parts[0], (2, 0))])
-    assert some.tensors["['targets']"].tolist() == [11, 12, 3, 4, 5, 0, 1]
-    assert some.tensors["['lengths']"].tolist() == [2, 3, 2]
 
 
 def test_a_leaf_without_rows_and_lengths_must_be_the_same_on_all_ranks() -> None:
@@ -206,58 +174,20 @@ def test_a_leaf_without_rows_and_lengths_must_be_the_same_on_all_ranks() -> None
         joined([(one, None) for one in parts])
 
 
-def sorted_rows(*lengths: int, **more: torch.Tensor) -> Rows:
-    words = torch.ones(len(lengths), max(lengths), dtype=torch.long)
-    return rows_of({**more, "words": words, "lengths": torch.tensor(lengths)})
-
-
-def test_rows_that_every_rank_has_sorted_stay_sorted() -> None:
-    read = [sorted_rows(9, 5, 2), sorted_rows(7, 5, 5)]
-    pieces = [Piece(0, 2), Piece(1, 0, (0, 2))]
-    order = in_falling_order(pieces, read)
-    assert [(one.rank, one.micro_batch, one.rows) for one in order] == [
-        *((0, 2, (0,)), (1, 0, (0,)), (0, 2, (1,)), (1, 0, (2,)), (0, 2, (2,))),
-    ]
-
-
-def test_rows_that_follow_each_other_stay_together() -> None:
-    order = in_falling_order([Piece(0, 0), Piece(1, 0)], [sorted_rows(9, 3), sorted_rows(8, 7, 6)])
-    assert [(one.rank, one.rows) for one in order] == [(0, (0,)), (1, (0, 1, 2)), (0, (1,))]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        pytest.param([sorted_rows(9, 5, 2), sorted_rows(5, 7, 5)], id="not sorted on a rank"),
-        pytest.param([sorted_rows(9, 5), sorted_rows(5, 5)], id="sorted as they are"),
-        pytest.param(
-            [rows_of({"x": torch.ones(4, 3), "y": torch.tensor([1, 0, 0, 0])})] * 2,
-            id="labels that fall by chance",
-        ),
-        pytest.param(
-            [rows_of({"x": torch.ones(4, 3), "y": torch.tensor([2, 2, 1, 1])})] * 2,
-            id="numbers that are no lengths",
-        ),
-    ],
-)
-def test_other_rows_stay_where_they_are(read: list[Rows]) -> None:
-    pieces = [Piece(0, 0), Piece(1, 0)]
-    assert in_falling_order(pieces, read) is pieces
-
-
-def graphs(*nodes: int) -> Rows:
-    """Graphs whose nodes lie end to end, each with the number of its graph in the batch."""
-    numbers = torch.cat([torch.full((count,), place) for place, count in enumerate(nodes)])
-    counts = torch.tensor(nodes)
-    return rows_of({"y": torch.ones(len(nodes)), "graph": numbers, "counts": counts})
-
-
-def test_numbers_of_entries_are_not_joined_as_if_they_were_values() -> None:
-    with pytest.raises(ValueError, match=r"graph.* may hold the numbers of other entries"):
-        joined([(graphs(3, 4), None), (graphs(2, 5), None)])
-
-
 def test_weights_of_classes_are_not_taken_for_rows() -> None:
     batch = {"x": torch.ones(2, 3), "y": torch.tensor([2, 3]), "weights": torch.rand(5)}
     rows = rows_of(batch)
     assert torch.equal(joined([(rows, (1,))]).tensors["['weights']"], batch["weights"])
+
+
+# --- which of them one process is asked for
+
+COUNTS = {(0, 0): 3, (1, 0): 2}
+
+
+def test_whole_micro_batches_are_asked_for_whole() -> None:
+    rows = [Row(0, 0, 0), Row(0, 0, 1), Row(0, 0, 2), Row(1, 0, 0), Row(1, 0, 1)]
+    assert pieces_of(rows, COUNTS) == (Piece(0, 0), Piece(1, 0))
+    assert pieces_of(rows[1:4], COUNTS) == (Piece(0, 0, (1, 2)), Piece(1, 0, (0,)))
+    assert pieces_of(rows[::-1], COUNTS) == (Piece(1, 0, (1, 0)), Piece(0, 0, (2, 1, 0)))
+    assert pieces_of([Row(1, 0, None)], COUNTS) == (Piece(1, 0),)

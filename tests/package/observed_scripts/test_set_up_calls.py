@@ -95,7 +95,7 @@ def _no_profiler() -> Iterator[None]:
     assert sys.getprofile() is None
 
 
-def test_a_profiler_of_a_user_goes_on_while_torch_is_imported() -> None:
+def test_a_profiler_of_a_user_goes_on_while_torch_is_imported_and_the_watch_rests() -> None:
     quick = runpy.run_path(str(STARTUP / "sitecustomize.py"))["_quick"]
     profiler = cProfile.Profile()
     profiler.enable()
@@ -107,10 +107,6 @@ def test_a_profiler_of_a_user_goes_on_while_torch_is_imported() -> None:
     finally:
         profiler.disable()
     assert [one for one in profiler.getstats() if "sorted" in str(one.code)]
-
-
-def test_the_watch_over_calls_rests_while_torch_is_imported() -> None:
-    quick = runpy.run_path(str(STARTUP / "sitecustomize.py"))["_quick"]
     calls = SetUpCalls()
     calls.begin()
     watch = sys.getprofile()
@@ -120,4 +116,3 @@ def test_the_watch_over_calls_rests_while_torch_is_imported() -> None:
         assert sys.getprofile() == watch is not None
     finally:
         calls.stop()
-    assert sys.getprofile() is None

@@ -11,12 +11,10 @@ from tests.package.observed_scripts.observing import observed
 
 LIMIT = 1e-13
 
-LEAVES_OUT = ["bad_loss", "bad_inputs", "every_third"]
 HOLDS_IN_PYTHON = ["attribute", "local", "random", "numpy", "of_numpy", "own"]
-GRAD = ["grad", "micro_grads", "inner"]
 
 
-@pytest.mark.parametrize("word", [*LEAVES_OUT, *HOLDS_IN_PYTHON, *GRAD, "lazy"])
+@pytest.mark.parametrize("word", [*HOLDS_IN_PYTHON, "inner", "lazy"])
 def test_a_right_script_is_the_same_whatever_changes_from_step_to_step(word: str) -> None:
     found = observed("varying.py", word, "dropout")
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3, str(found)
@@ -24,7 +22,7 @@ def test_a_right_script_is_the_same_whatever_changes_from_step_to_step(word: str
     assert all(error is not None and error < LIMIT for error in errors)
 
 
-@pytest.mark.parametrize("word", [*LEAVES_OUT, *HOLDS_IN_PYTHON, "inner", "lazy"])
+@pytest.mark.parametrize("word", [*HOLDS_IN_PYTHON, "inner", "lazy"])
 def test_a_mistake_is_found_whatever_changes_from_step_to_step(word: str) -> None:
     found = observed("varying.py", word, "uneven")
     assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
@@ -38,12 +36,6 @@ def test_a_fork_of_a_process_with_several_threads_answers() -> None:
     found = observed("varying.py", "random", "uneven", "threads")
     assert [verdict.outcome for verdict in found.verdicts] == ["different"] * 3, str(found)
     assert time.monotonic() - started < SECONDS_OF_KEPT, "no fork ran into its deadline"
-
-
-@pytest.mark.parametrize("word", ["grad", "micro_grads"])
-def test_gradients_of_autograd_grad_that_are_added_up_over_ranks_are_named(word: str) -> None:
-    found = observed("varying.py", word, "undivided")
-    assert (found.outcome, found.cause) == ("different", "sum_not_mean"), str(found)
 
 
 def test_a_penalty_on_every_rank_is_found_if_a_count_was_reduced_before_the_forward() -> None:

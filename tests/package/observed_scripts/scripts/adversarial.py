@@ -17,10 +17,6 @@ class Discriminator(nn.Sequential):
     pass
 
 
-COUNTS = {"fixed": 4, "half": 2, "triple": 12}
-"""So many rows a rank makes, which reads four."""
-
-
 def train(options):
     torch.manual_seed(0)
     generator = DistributedDataParallel(Generator(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)))
@@ -32,11 +28,9 @@ def train(options):
     torch.manual_seed(dist.get_rank())
     for number, (real,) in enumerate(loader):
         turns = (0, 1) if "turns" not in options else (number % 2,)
-        count = next((count for name, count in COUNTS.items() if name in options), len(real))
+        count = 4 if "fixed" in options else len(real)
         latent = torch.rand(count, 3) if "uniform" in options else torch.randn(count, 3)
         made = generator(torch.ones(4, 3) if "constant" in options else latent)
-        if "noisy" in options:
-            made = made + 0.1 * torch.randn_like(made)
         if 0 in turns:
             of_judge.zero_grad()
             given = torch.cat([real, made.detach()])

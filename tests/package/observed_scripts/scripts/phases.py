@@ -1,7 +1,5 @@
 """Trains in phases, each with a loader of its own. ``wrong``: the second phase is not reduced."""
 
-import itertools
-
 import start
 import torch
 import torch.distributed as dist
@@ -54,18 +52,6 @@ def two_models(second):
         step(second(model), optimizer, (inputs, targets))
 
 
-def resumed(second):
-    net, model = wrapped(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    fit(model, optimizer, loader(4))
-    weights, state = net.state_dict(), optimizer.state_dict()
-    net, model = wrapped(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-    net.load_state_dict(weights)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    optimizer.load_state_dict(state)
-    fit(second(model), optimizer, loader(4))
-
-
 def in_turns(second):
     """An epoch of the one loader, an epoch of the other, and again."""
     net, model = wrapped(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
@@ -76,19 +62,7 @@ def in_turns(second):
         fit(second(model), optimizer, other)
 
 
-def every_second(second):
-    """Every second step has rows of another loader, too."""
-    net, model = wrapped(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    further = itertools.cycle(loader(2))
-    for number, (inputs, targets) in enumerate(loader(4, batches=4)):
-        batch = inputs, targets
-        if number % 2:
-            batch = tuple(map(torch.cat, zip(batch, next(further), strict=True)))
-        step(second(model) if number % 2 else model, optimizer, batch)
-
-
-KINDS = {one.__name__: one for one in (first_the_head, two_models, resumed, in_turns, every_second)}
+KINDS = {one.__name__: one for one in (first_the_head, two_models, in_turns)}
 
 
 def train(options):

@@ -1,11 +1,11 @@
-"""Trains a tagger and a recogniser: each rank sorts its rows by their length, and the characters of
-all rows lie end to end, as a CTC loss takes them. The weight of one loss depends on the step.
+"""Trains a tagger: each rank sorts its rows by their length, as ``pack_padded_sequence`` asks. The
+weight of the loss depends on the step.
 """
 
 import start
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, ctc_loss, log_softmax
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
@@ -18,12 +18,12 @@ class Tagger(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(20, 8)
         self.recurrent = nn.GRU(8, 8, batch_first=True, bidirectional=True)
-        self.heads = nn.ModuleDict({"tags": nn.Linear(16, 5), "characters": nn.Linear(16, 6)})
+        self.head = nn.Linear(16, 5)
 
     def forward(self, words, lengths):
         packed = pack_padded_sequence(self.embedding(words), lengths, batch_first=True)
         states, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
-        return {name: head(states) for name, head in self.heads.items()}
+        return self.head(states)
 
 
 def collated(rows):
@@ -32,18 +32,14 @@ def collated(rows):
         "words": pad_sequence([row["words"] for row in rows], True),
         "tags": pad_sequence([row["tags"] for row in rows], True, padding_value=IGNORED),
         "lengths": torch.tensor([len(row["words"]) for row in rows]),
-        "characters": torch.cat([row["characters"] for row in rows]),
-        "counts": torch.tensor([len(row["characters"]) for row in rows]),
     }
 
 
 def rows_of_data():
     for length in torch.randint(6, 12, (48,)).tolist():
-        count = int(torch.randint(1, 4, ()))
         yield {
             "words": torch.randint(1, 20, (length,)),
             "tags": torch.randint(0, 5, (length,)),
-            "characters": torch.randint(1, 6, (count,)),
         }
 
 
@@ -57,16 +53,9 @@ def train(options):
         optimizer.zero_grad()
         found = model(batch["words"], batch["lengths"])
         tags = cross_entropy(
-            found["tags"].flatten(0, 1),
-            batch["tags"].flatten(),
-            reduction="sum",
-            ignore_index=IGNORED,
+            found.flatten(0, 1), batch["tags"].flatten(), reduction="sum", ignore_index=IGNORED
         )
-        logarithms = log_softmax(found["characters"], -1).transpose(0, 1)
-        characters = ctc_loss(
-            logarithms, batch["characters"], batch["lengths"], batch["counts"], reduction="sum"
-        )
-        loss = tags + 0.2 * (1 + number) * characters
+        loss = (1 + number) * tags
         loss = loss / len(batch["lengths"])
         loss.backward()
         optimizer.step()

@@ -48,18 +48,6 @@ def mean_over_ranks(value):
     return float(value) / dist.get_world_size()
 
 
-def is_fine_on_all_ranks(tensor):
-    fine = torch.isfinite(tensor).all().float()
-    dist.all_reduce(fine)
-    return fine == dist.get_world_size()
-
-
-def step_by_hand(net, options, gradients):
-    for weight, gradient in zip(net.parameters(), gradients, strict=True):
-        dist.all_reduce(gradient)
-        weight.grad = gradient / (1 if "undivided" in options else dist.get_world_size())
-
-
 def train(options):
     torch.set_num_threads(2 if "threads" in options else 1)
     torch.manual_seed(0)
@@ -68,23 +56,16 @@ def train(options):
     own, of_numpy = torch.Generator().manual_seed(6), numpy.random.default_rng(7)
     of_rank = random.Random(dist.get_rank())
     net = Net(0.2 if "dropout" in options else 0.0)
-    by_hand = "grad" in options or "micro_grads" in options
-    model = net if by_hand else DistributedDataParallel(net)
+    model = DistributedDataParallel(net)
     data = TensorDataset(torch.randn(96, 6), torch.randn(96, 3))
-    for place in (13, 50, 77) if "bad_loss" in options or "bad_inputs" in options else ():
-        data.tensors[0][place] = float("nan")
     sampler = DistributedSampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     weights = list(net.parameters())
-    mean_length, kept, trainer = 1.0, [], Trainer()
+    mean_length, trainer = 1.0, Trainer()
     torch.manual_seed(dist.get_rank())
     for number, (inputs, targets) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
         if "two_steps" in options and number == 2:
             break
-        if "every_third" in options and number % 3 == 1:
-            continue
-        if "bad_inputs" in options and not is_fine_on_all_ranks(inputs):
-            continue
         count = torch.tensor(float(len(inputs)))
         if "counted" in options:
             dist.all_reduce(count)
@@ -105,8 +86,6 @@ def train(options):
             loss = fit * dist.get_world_size() + penalty
             if "penalised" in options:
                 loss = (fit + penalty) * dist.get_world_size()
-        if "bad_loss" in options and not is_fine_on_all_ranks(loss):
-            continue
         lengths = output.norm(dim=1)
         if "attribute" in options:
             loss = loss + (lengths - net.mean_length).square().mean()
@@ -134,16 +113,7 @@ def train(options):
             loss = loss + output.square().mean() / trainer.moved(loss.item())
         if "uneven" in options:
             loss = loss * (1 + 0.1 * dist.get_rank())
-        if by_hand:
-            kept.append(torch.autograd.grad(loss, weights))
-            if "micro_grads" in options and len(kept) < 2:
-                continue
-            step_by_hand(
-                net, options, [sum(parts) / len(kept) for parts in zip(*kept, strict=True)]
-            )
-            kept = []
-        else:
-            loss.backward()
+        loss.backward()
         optimizer.step()
 
 

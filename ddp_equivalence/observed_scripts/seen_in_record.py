@@ -1,0 +1,530 @@
+"""Causes that a record shows by itself: what ranks do that no rank may do, or do differently.
+
+One process would make the same mistake, or would not show it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes import CAUSE_OF
+from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
+from ddp_equivalence.diagnosis.lines.source import classes_in, last_name
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.observed_scripts.as_case import (
+    ObservedStep,
+    distance,
+    holds_the_mean_of_own,
+    rounding_of,
+)
+from ddp_equivalence.observed_scripts.oracle import ONE_AFTER_THE_OTHER, CannotReplay
+from ddp_equivalence.observed_scripts.recorded_step import (
+    BEFORE_CLIP,
+    HELD,
+    OWN,
+    STALE,
+    GradientKind,
+    Place,
+    Step,
+)
+from ddp_equivalence.report.verdict import Verdict
+
+SAME_FACTOR = 1e-6
+"""Gradients are multiples of others if they are off by less than this."""
+
+SAME_DATA = "every_rank_same_data"
+OTHER_UPDATES = "optimizers_differ_between_ranks"
+
+OF_SCRIPTS = {
+    OTHER_UPDATES: (
+        "ranks with the same weights and gradients make different updates",
+        "learning rates, options and state of the optimizer, and what decides whether it steps: "
+        "none may depend on the rank",
+    ),
+    "clipped_otherwise": (
+        "the gradients are right before they are clipped, and not afterwards",
+        "the norm and the limit with which each rank clips",
+    ),
+    "ranks_wait_for_each_other": (
+        "ranks wait for each other in different collectives, or for one that has left",
+        "what decides how many steps a rank makes: it must be the same on all ranks",
+    ),
+}
+"""The causes that only scripts can have -> what happened, and where to look."""
+
+OF_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers in which the ranks differ by design: training does not read them."""
+
+
+def seen(
+    cause: str, headline: str, fix: str, lines: Sequence[PointedLine], because: str = ""
+) -> Finding:
+    """A finding that a cause was seen happening."""
+    if cause in OF_SCRIPTS:
+        sentence, look_at = OF_SCRIPTS[cause]
+    else:
+        sentence, look_at = CAUSE_OF[cause].sentence, CAUSE_OF[cause].look_at
+    return Finding(
+        cause=cause,
+        sentence=sentence,
+        look_at=look_at,
+        accepted=True,
+        headline=headline,
+        because=because,
+        fix=fix,
+        lines=tuple(lines),
+    )
+
+
+def lines_at(place: Place, note: str, missing: str = "") -> tuple[PointedLine, ...]:
+    """The line to mark; () if none is known. ``missing``: what should follow it."""
+    if not place.file:
+        return ()
+    line = CodeLine(place.file, place.number, place.function)
+    return (PointedLine(line, note, is_fault=True, missing=missing),)
+
+
+def faults_seen(step: ObservedStep) -> Iterator[Finding]:
+    """The causes that were seen happening in this step, whatever is compared."""
+    yield from _same_rows(step)
+    yield from _nothing_reduced(step)
+    yield from _clipped_while_scaled(step)
+    yield from _frozen_on_some_ranks(step)
+    yield from _left_out_on_some_ranks(step)
+    yield from _weights_part(step)
+
+
+def _same_rows(step: ObservedStep) -> Iterator[Finding]:
+    if any(row.row is None for row in step.rows):
+        return
+    read = [step.digests_of_rows(rank) for rank in step.ranks]
+    if any(one != read[0] for one in read) or not read[0]:
+        return
+    recorded = step.of_rank(0)
+    lines = lines_at(recorded.earlier.loader, "its rows are the same on every rank")
+    for call in recorded.calls[:1]:
+        lines = lines or lines_at(call.place, "is called with the same rows on every rank")
+    yield seen(
+        SAME_DATA,
+        "every rank reads the same rows",
+        "give the loader a DistributedSampler, or seed the data by rank.",
+        lines,
+        f"the batches of {len(read)} ranks are equal, element for element",
+    )
+
+
+def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
+    """Every rank steps with its own gradients, bit for bit, and they are not those of the others.
+
+    This is also seen where ranks begin with different weights, so that nothing can be predicted.
+    """
+    held = [step.gradients(rank, BEFORE_CLIP) for rank in step.ranks]
+    names = [name for name, one in held[0].items() if one is not None]
+    own = [step.gradients(rank, OWN) for rank in step.ranks]
+    pairs = ((mine[name], one[name]) for mine, one in zip(own, held, strict=True) for name in names)
+    if not names or not all(_is_equal(*pair) for pair in pairs):
+        return
+    if all(_is_equal(one[name], held[0][name]) for one in held for name in names):
+        return
+    if reduces_after_clipping(step):
+        return
+    weights = [step.of_rank(rank).weights for rank in step.ranks]
+    trained = step.of_rank(0).stepped
+    apart = any(one.get(name) != weights[0].get(name) for one in weights for name in trained)
+    yield seen(
+        "no_all_reduce",
+        "every rank trains alone"
+        + (", and the ranks begin with different weights" if apart else ""),
+        "wrap the model in DistributedDataParallel before it trains.",
+        lines_at(
+            step.of_rank(0).last_backward,
+            "the optimizer gets this rank's own gradients",
+            missing="an average over all ranks, as DistributedDataParallel makes it",
+        ),
+        "the optimizer of each rank gets the rank's own gradients, bit for bit",
+    )
+
+
+def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def reduces_after_clipping(step: ObservedStep) -> bool:
+    """True if every rank clips what it alone has computed, and all step with the same gradient.
+
+    Before the clip nothing is reduced yet: what counts is the gradient that the optimizer gets.
+    """
+    if not all(step.of_rank(rank).clips for rank in step.ranks):
+        return False
+    if not all(_agree(step, (rank, BEFORE_CLIP), (rank, OWN)) for rank in step.ranks):
+        return False
+    if all(_agree(step, (0, OWN), (rank, OWN)) for rank in step.ranks):
+        return False  # then it cannot be told whether they are reduced
+    return all(_agree(step, (0, HELD), (rank, HELD)) for rank in step.ranks)
+
+
+def _agree(
+    step: ObservedStep, one: tuple[int, GradientKind], other: tuple[int, GradientKind]
+) -> bool:
+    first, second = step.gradients(*one), step.gradients(*other)
+    return distance([(1.0, first), (-1.0, second)]) <= rounding_of(first)
+
+
+def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
+    clips = [clip for rank in step.ranks for clip in step.of_rank(rank).clips]
+    for clip in [one for one in clips if one.scale != 1.0 and one.changed][:1]:
+        scale, limit = text_of(clip.scale, ".6g"), text_of(clip.limit, ".3g")
+        really = text_of(clip.limit / clip.scale, ".2g")
+        yield seen(
+            WHILE_SCALED.name,
+            f"gradients are clipped while they are scaled by {scale}",
+            "call scaler.unscale_(optimizer) before the gradients are clipped.",
+            lines_at(
+                clip.place,
+                f"clips to {limit} what is scaled by {scale}: the norm is {really} afterwards",
+            ),
+            f"clipping to {limit} limits the real norm to {really}",
+        )
+
+
+def clipped_otherwise(step: ObservedStep) -> Finding:
+    """The gradients are right before they are clipped, and not afterwards."""
+    clips = [(rank, clip) for rank in step.ranks for clip in step.of_rank(rank).clips]
+    texts = {
+        f"rank {rank}: to {text_of(clip.limit, '.3g')}, norm {text_of(clip.norm, '.3g')}"
+        for rank, clip in clips
+    }
+    each = "; ".join(sorted(texts))
+    return seen(
+        "clipped_otherwise",
+        "the gradients are right before they are clipped, and not afterwards",
+        "clip on every rank to the same limit, by the norm of the reduced gradients.",
+        lines_at(clips[0][1].place, each) if clips else (),
+        each,
+    )
+
+
+# Parameters that some ranks train and others do not.
+
+
+def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+    frozen = [step.of_rank(rank).frozen for rank in step.ranks]
+    names = set[str]().union(*frozen) - frozen[0].intersection(*frozen)
+    # A parameter without a gradient is trained nowhere.
+    names &= set[str]().union(*(step.of_rank(rank).stepped for rank in step.ranks))
+    if not names:
+        return
+    late = [rank for rank in step.ranks if names.intersection(frozen[rank])]
+    where, named = ranks_by_number(late), _one_of(step, names)
+    yield seen(
+        "parameter_frozen_on_one_rank",
+        f"{named} is frozen on {where} only",
+        "set requires_grad alike on all ranks, before the model is wrapped.",
+        (),
+        f"requires_grad of {named} is False on {where} when the optimizer steps",
+    )
+
+
+def _left_out_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+    """The optimizers of some ranks do not have a parameter that those of others have."""
+    by_rank = _stepped_with(step, step.number)
+    everywhere = by_rank[0].intersection(*by_rank)
+    names = set[str]().union(*by_rank) - everywhere
+    late = [rank for rank in step.ranks if names - by_rank[rank]]
+    if not names or not everywhere or any(step.of_rank(rank).unnamed for rank in late):
+        return  # they may be there, in modules that these ranks have not called yet
+    where, named = ranks_by_number(late), _one_of(step, names)
+    yield seen(
+        "parameter_frozen_on_one_rank",
+        f"the optimizer of {where} does not have {named}",
+        "give the optimizer the same parameters on all ranks.",
+        lines_at(
+            step.of_rank(late[0]).earlier.optimizer,
+            f"makes the optimizer, on {where} without {named}",
+        ),
+        f"{named} is in the optimizer of other ranks",
+    )
+
+
+def _stepped_with(step: ObservedStep, number: int) -> list[set[str]]:
+    """For each rank, the parameters with which its optimizers stepped in a step."""
+    return [set(step.record.step(rank, number).held) for rank in step.ranks]
+
+
+def _one_of(step: ObservedStep, names: set[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return min(map(step.short, names)) + more
+
+
+def other_optimizers_step(step: ObservedStep) -> Iterator[Finding]:
+    """No parameter is stepped with on all ranks, which in the first step had the same ones."""
+    first, now = _stepped_with(step, step.record.steps[0]), _stepped_with(step, step.number)
+    if any(names != first[0] for names in first) or now[0].intersection(*now):
+        return
+    notes = [
+        f"rank {rank} steps with {min(names).replace(':', '.')}"
+        + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for rank, names in enumerate(now)
+    ]
+    yield seen(
+        OTHER_UPDATES,
+        "ranks step with different optimizers: " + "; ".join(notes),
+        "decide alike on all ranks, from values that are reduced over the ranks.",
+        [
+            line
+            for rank, note in enumerate(notes)
+            for line in lines_at(step.of_rank(rank).stepped_at, note)
+        ],
+    )
+
+
+# Weights and buffers that are not trained, such as those of a teacher.
+
+
+def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
+    """Ranks have other values in tensors that are not trained, and a rank that has others than
+    rank 0 computes what one process, which has those of rank 0, does not compute from its rows.
+    """
+    weights = [step.of_rank(rank).weights for rank in step.ranks]
+    first, buffers = weights[0], step.of_rank(0).earlier.buffers
+    trained = step.of_rank(0).held
+    names = [
+        name
+        for name, value in first.items()
+        if name not in trained and not name.endswith(OF_BATCH_NORM)
+        if len({one.get(name, value) for one in weights}) > 1
+    ]
+    apart = [r for r in step.ranks if any(weights[r].get(name) != first[name] for name in names)]
+    if not names or _computes_what_its_rows_give(step, 0) is not True:
+        return
+    if not any(_computes_what_its_rows_give(step, rank) is False for rank in apart):
+        return
+    module = names[0].partition(":")[0]
+    of_module = [name for name in names if name.startswith(f"{module}:")]
+    are_buffers = all(name in buffers for name in of_module)
+    kind, what = ("buffers", "tensors") if are_buffers else ("weights", "weights")
+    named = of_module[0].partition(":")[2]
+    headline = f"{named} of {module} differs between ranks"
+    if len(of_module) > 1:
+        headline = f"{len(of_module)} {what} of {module} differ between ranks, such as {named}"
+    yield seen(
+        f"{kind}_differ_between_ranks",
+        headline,
+        f"give {module} the same {what} on all ranks; broadcast or reduce what changes them.",
+        lines_at(line_of_buffer(step, of_module[0]), f"gives {named} another value on each rank")
+        if are_buffers
+        else _loaded_on_some_ranks(step, module),
+        f"{ranks_by_number(apart)} computed what one process, which has the {what} of rank 0, "
+        "does not compute from the same rows",
+    )
+
+
+def line_of_buffer(step: ObservedStep, buffer: str) -> Place:
+    """The line in the class of its module that gives a buffer its value; an empty place if none
+    is known.
+    """
+    kept_by = step.of_rank(0).earlier.buffers.get(buffer, Place())
+    name = re.split("[.:]", buffer)[-1]
+    return line_that_assigns(kept_by.file, kept_by.function, name) if kept_by.file else Place()
+
+
+def line_that_assigns(file: str, kind: str, attribute: str) -> Place:
+    """The only line in a class, outside of ``__init__``, that assigns an attribute of self or
+    writes into it; an empty place if there are several.
+    """
+    methods = [
+        method
+        for owner in classes_in(file)
+        if owner.name == kind
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
+    ]
+    found = {
+        Place(file, node.lineno, method.name)
+        for method in methods
+        for node in ast.walk(method)
+        if isinstance(node, ast.stmt | ast.expr) and _writes(node, attribute)
+    }
+    return found.pop() if len(found) == 1 else Place()
+
+
+def _writes(node: ast.AST, attribute: str) -> bool:
+    """True if a statement, or a call of a method such as copy_, writes to this attribute."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        method = node.func.attr
+        targets = [node.func.value] if method.endswith("_") and not method.endswith("__") else []
+    return any(
+        isinstance(one, ast.Attribute) and one.attr == attribute and last_name(one.value) == "self"
+        for target in targets
+        for one in ast.walk(target)
+    )
+
+
+def _loaded_on_some_ranks(step: ObservedStep, module: str) -> tuple[PointedLine, ...]:
+    """The line that loads the weights of a module, if only some ranks run it."""
+    loaded = [step.of_rank(rank).earlier.loaded for rank in step.ranks]
+    on = [rank for rank in step.ranks if module in loaded[rank]]
+    if not on or len(on) == len(loaded):
+        return ()
+    note = f"loads the weights of {module} on {ranks_by_number(on)} only"
+    return lines_at(loaded[on[0]][module], note)
+
+
+def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
+    """None if one process cannot compute it."""
+    own = step.gradients(rank, OWN)
+    try:
+        alone = step.computed_alone(step.rows_by_rank[rank])
+    except CannotReplay:
+        return None
+    return distance([(1.0, own), (-1.0, alone)]) <= rounding_of(own)
+
+
+# What is added to the gradients of a step, or not divided.
+
+
+def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Finding]:
+    """The script divides its micro-batches among the ranks, and adds their gradients up: what each
+    rank holds is then a part of the sum that one process makes.
+    """
+    comparison, oracle, ranks = verdict.comparison, step.oracle, len(step.ranks)
+    if comparison is None or oracle is None or oracle.arrangement != ONE_AFTER_THE_OTHER:
+        return
+    errors = [error for parameter in comparison.parameters for error in parameter.by_rank]
+    if any(
+        abs(error.factor * ranks - 1) > SAME_FACTOR or error.unexplained > SAME_FACTOR
+        for error in errors
+        if error.ratio > 0
+    ):
+        return
+    # Own gradients of sharded parameters are not seen.
+    known = all(None not in step.gradients(rank, OWN).values() for rank in step.ranks)
+    if known and not holds_the_mean_of_own(step):
+        return  # the reduction is wrong, too
+    recorded = step.of_rank(0)
+    passes = len(recorded.losses)
+    yield seen(
+        "accumulation_not_divided",
+        "micro-batches are added up, so their number scales the gradient",
+        "divide each loss by the number of micro-batches that this process has.",
+        lines_at(
+            recorded.backward_at[0],
+            f"runs {passes} times in a step here, and {passes * ranks} times in one process",
+        ),
+        f"a rank goes backward {passes} times in a step, one process {passes * ranks} times",
+    )
+
+
+def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
+    """Ranks went backward without having cleared the gradients of a step before, and the ranks
+    hold the mean of these and of their own gradients.
+    """
+    late = [
+        rank
+        for rank in step.ranks
+        if any(one is not None for one in step.gradients(rank, STALE).values())
+    ]
+    if not late or not holds_the_mean_of_own(step, STALE):
+        return
+    where = "on every rank" if len(late) == len(step.ranks) else f"on {ranks_by_number(late)}"
+    cleared = [step.of_rank(rank).earlier.cleared for rank in step.ranks]
+    others = [rank for rank in step.ranks if cleared[rank].file]
+    if others and not set(late).intersection(others):
+        lines = lines_at(cleared[others[0]], f"clears gradients on {ranks_by_number(others)} only")
+    else:
+        place = step.of_rank(late[0]).backward_at[0]
+        lines = lines_at(place, f"adds to gradients that are there already {where}")
+    yield seen(
+        "stale_gradient_added",
+        "gradients of a step before are added",
+        "call optimizer.zero_grad() in every step, on every rank.",
+        lines,
+        f"{where}, .grad is not zero when the step first goes backward",
+    )
+
+
+# The step in which optimizers that have the same gradients make different updates.
+
+LENGTH_OF_DIGEST = 64
+
+
+def _weights_part(step: ObservedStep) -> Iterator[Finding]:
+    """The finding, if trained weights differ between ranks that were equal before an earlier step,
+    and so were their gradients. It names the option or the state of the optimizers that differed.
+    """
+    now = [step.of_rank(rank).weights for rank in step.ranks]
+    apart = [name for name in now[0] if len({one.get(name) for one in now}) > 1]
+    for number in reversed(range(step.number)) if apart else ():
+        before = [step.record.step(rank, number) for rank in step.ranks]
+        if stepped := set(apart).intersection(before[0].stepped):
+            break
+    else:
+        return
+    for name in stepped:
+        first, *others = (one.held.get(name) for one in before)
+        if not all(_is_equal(first, other) for other in others):
+            return
+        if len({one.weights.get(name) for one in before}) > 1:
+            return
+    found, place = _what_differs(step, before, stepped)
+    yield seen(
+        OTHER_UPDATES,
+        f"weights are equal until step {number + 1}, in which the optimizers of the ranks "
+        f"make different updates{found and f': {found}'}",
+        "let all ranks make the same update: with the same options and state, decided from "
+        "values that are reduced over the ranks, and loaded on every rank.",
+        lines_at(place, found or "weights differ after this step, and not before it"),
+    )
+
+
+def _what_differs(
+    step: ObservedStep, before: Sequence[Step], stepped: Collection[str]
+) -> tuple[str, Place]:
+    """The first option or state of the optimizers that differs, in words, and the line of it."""
+    by_rank = [one.earlier.steps_with for one in before]
+    keys = [
+        key
+        for key in {**by_rank[0], **by_rank[-1]}
+        if len({one.get(key) for one in by_rank}) > 1
+        and (" of group " in key or key.partition(" of ")[2] in stepped)
+    ]
+    if not keys:
+        return "", before[0].stepped_at
+    option, _, of = keys[0].partition(" of ")
+    values = [one.get(keys[0], "none") for one in by_rank]
+    each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+    is_tensor = LENGTH_OF_DIGEST in map(len, values)
+    text = f"differs ({len(keys)} such differences)" if is_tensor else f"is {each}"
+    if not of.startswith("group "):
+        loaded = [place for one in before if (place := one.earlier.state_loaded).file]
+        return f"{option} of {step.short(of)} {text}", (*loaded, before[0].stepped_at)[0]
+    return f"{option} of {of} {text}", _line_of(option, before[0])
+
+
+def _line_of(option: str, before: Step) -> Place:
+    """The last line that stepped a scheduler, else the only one that assigns the option, else the
+    one that made the optimizer.
+    """
+    if option == "lr" and before.earlier.scheduled.file:
+        return before.earlier.scheduled
+    file = before.stepped_at.file
+    assigns = re.compile(rf"""\[["']{re.escape(option)}["']\]\s*[-+*/]?=[^=]""")
+    lines = Path(file).read_text(errors="replace").splitlines() if file else []
+    found = [number for number, line in enumerate(lines, start=1) if assigns.search(line)]
+    return Place(file, found[0]) if len(found) == 1 else before.earlier.optimizer
