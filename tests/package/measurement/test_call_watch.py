@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, Kind
 from tests.package.own_cases import loss, own_case
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
@@ -32,42 +31,6 @@ def by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
         gradient /= 8
 
 
-def through_data(model: nn.Module, shard: Any, rank: Rank) -> None:
-    loss(model, shard).backward()
-    for gradient in gradients(model):
-        dist.all_reduce(gradient.data)
-        gradient.data.mul_(0.125)
-
-
-def flat_and_forgotten(model: nn.Module, shard: Any, rank: Rank) -> None:
-    loss(model, shard).backward()
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients(model)])
-    flat /= 2
-    dist.all_reduce(flat)
-
-
-def parameters_instead(model: nn.Module, shard: Any, rank: Rank) -> None:
-    loss(model, shard).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.data, op=dist.ReduceOp.AVG)
-
-
-def asynchronous(model: nn.Module, shard: Any, rank: Rank) -> None:
-    loss(model, shard).backward()
-    handles = [dist.all_reduce(gradient, async_op=True) for gradient in gradients(model)]
-    for handle in handles:
-        assert handle is not None
-        handle.wait()
-    for gradient in gradients(model):
-        gradient.div_(8)
-
-
-def with_a_hook(model: nn.Module, shard: Any, rank: Rank) -> None:
-    bias = dict(model.named_parameters())["2.bias"]
-    bias.register_hook(lambda gradient: gradient * 0.5)
-    loss(model, shard).backward()
-
-
 def clipped_and_cleared(model: nn.Module, shard: Any, rank: Rank) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss(model, shard).backward()
@@ -75,13 +38,6 @@ def clipped_and_cleared(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
     clip_grad_norm_(model.parameters(), 0.001)
     next(model.parameters()).grad = None
-
-
-def in_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
-    group = dist.new_group([0, 1])
-    loss(model, shard).backward()
-    for gradient in gradients(model):
-        dist.all_reduce(gradient, group=group)
 
 
 def wrapped(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -94,19 +50,37 @@ def compiled(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(faster, shard).backward()
 
 
-OF_GRADIENTS = frozenset(
-    (
-        *(Kind.WRAP, Kind.FORWARD, Kind.BACKWARD, Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP),
-        *(Kind.ZERO_GRAD, Kind.NEW_GROUP),
-    )
-)
+LOSS = 'return F.mse_loss(model(batch["rows"]), batch["targets"])'
+BACKWARD = (Kind.BACKWARD, "loss(model, shard).backward()")
+CALLS = {
+    by_hand: [
+        (Kind.FORWARD, LOSS),
+        BACKWARD,
+        (Kind.COLLECTIVE, "dist.all_reduce(gradient)"),
+        (Kind.CHANGE, "gradient /= 8"),
+    ],
+    clipped_and_cleared: [
+        (Kind.FORWARD, LOSS),
+        BACKWARD,
+        (Kind.ZERO_GRAD, "optimizer.zero_grad()"),
+        (Kind.CHANGE, "optimizer.zero_grad()"),
+        (Kind.CLIP, "clip_grad_norm_(model.parameters(), 0.001)"),
+        (Kind.CHANGE, "clip_grad_norm_(model.parameters(), 0.001)"),
+        (Kind.CHANGE, "next(model.parameters()).grad = None"),
+    ],
+    wrapped: [
+        (Kind.WRAP, "ddp = DistributedDataParallel(model)"),
+        (Kind.FORWARD, LOSS),
+        (Kind.BACKWARD, "(2 * loss(ddp, shard)).backward()"),
+    ],
+    compiled: [(Kind.BACKWARD, "loss(faster, shard).backward()")],
+}
+"""Step -> its calls in their order, each of them once. A wrapper's collectives are its own."""
 
-
-def calls_of(step: Any) -> tuple[Call, ...]:
-    verdict = check(own_case(), step)
-    assert verdict.outcome == "different", str(verdict)
-    assert len(verdict.observed) == 2, verdict.why_not_watched
-    return tuple(call for call in verdict.observed[0].calls if call.kind in OF_GRADIENTS)
+OF_GRADIENTS = {
+    *(Kind.WRAP, Kind.FORWARD, Kind.BACKWARD, Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP),
+    Kind.ZERO_GRAD,
+}
 
 
 def text(call: Call) -> str:
@@ -114,109 +88,37 @@ def text(call: Call) -> str:
     return linecache.getline(call.line.file, call.line.number).strip()
 
 
-def summary(call: Call) -> tuple[object, ...]:
-    return call.kind, text(call)
+@pytest.mark.parametrize("step", CALLS, ids=lambda step: step.__name__)
+def test_calls_come_in_their_order_with_the_lines_that_made_them(step: Any) -> None:
+    verdict = check(own_case(), step)
+    assert verdict.outcome == "different", str(verdict)
+    assert len(verdict.observed) == 2, verdict.why_not_watched
+    kinds = {kind for kind, _ in CALLS[step]} | (OF_GRADIENTS if step is not compiled else set())
+    calls = [call for call in verdict.observed[0].calls if call.kind in kinds]
+    assert list(dict.fromkeys((call.kind, text(call)) for call in calls)) == CALLS[step]
+    changes = [call.change for call in calls if call.change is not None]
+    assert {name for one in changes for name in one.names} <= set(ALL)
+    assert step is not by_hand or {one.factor for one in changes} == {0.125}
 
 
-def test_calls_come_in_their_order_with_the_lines_that_made_them() -> None:
-    seen = list(dict.fromkeys(map(summary, calls_of(by_hand))))
-    assert seen == [
-        (Kind.FORWARD, 'return F.mse_loss(model(batch["rows"]), batch["targets"])'),
-        (Kind.BACKWARD, "loss(model, shard).backward()"),
-        (Kind.COLLECTIVE, "dist.all_reduce(gradient)"),
-        (Kind.CHANGE, "gradient /= 8"),
-    ]
+def weighed_by_a_gradient(model: Any, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    value = loss(ddp, shard)
+    weight = next(model.parameters())
+    penalty = torch.autograd.grad(value, weight, retain_graph=True)[0].square().mean()
+    torch.autograd.backward(tensors=rank.world_size * value + 0 * penalty)
 
 
-@pytest.mark.parametrize(
-    ("step", "line"),
-    [
-        (by_hand, "gradient /= 8"),
-        (through_data, "gradient.data.mul_(0.125)"),
-        (asynchronous, "gradient.div_(8)"),
-    ],
-)
-def test_a_line_that_multiplies_gradients_is_known_with_its_factor(step: Any, line: str) -> None:
-    changes = [call for call in calls_of(step) if call.change is not None]
-    assert {text(call) for call in changes} == {line}
-    assert {call.change.factor for call in changes if call.change is not None} == {0.125}
-    names = [name for call in changes if call.change is not None for name in call.change.names]
-    assert sorted(names) == sorted(ALL)
+def gradients_by_hand(model: Any, shard: Any, rank: Rank) -> None:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss(model, shard), parameters)
+    for one, gradient in zip(parameters, found, strict=True):
+        dist.all_reduce(gradient)
+        one.grad = gradient
 
 
-@pytest.mark.parametrize(
-    ("step", "contents", "factor", "names"),
-    [
-        (by_hand, Contents.GRADIENTS, 1.0, ALL[:1]),
-        (through_data, Contents.GRADIENTS, 1.0, ALL[:1]),
-        (flat_and_forgotten, Contents.COPIES_OF_GRADIENTS, 0.5, ALL),
-        (parameters_instead, Contents.PARAMETERS, 1.0, ALL[:1]),
-    ],
-)
-def test_it_is_known_what_a_collective_reduces(
-    step: Any, contents: Contents, factor: float, names: tuple[str, ...]
-) -> None:
-    collective = next(call.collective for call in calls_of(step) if call.collective is not None)
-    assert (collective.op, collective.ranks) == ("all_reduce", (0, 1))
-    assert (collective.contents, collective.names) == (contents, names)
-    assert collective.factor == pytest.approx(factor)
-
-
-def test_the_operation_and_whether_it_is_waited_for_are_known() -> None:
-    averaged = next(call.collective for call in calls_of(parameters_instead) if call.collective)
-    assert (averaged.reduce_op, averaged.asynchronous) == ("AVG", False)
-    later = next(call.collective for call in calls_of(asynchronous) if call.collective)
-    assert (later.reduce_op, later.asynchronous) == ("SUM", True)
-
-
-def test_what_a_hook_does_to_a_gradient_is_seen() -> None:
-    (call,) = [call for call in calls_of(with_a_hook) if call.change is not None]
-    assert call.change is not None
-    assert (call.change.names, call.change.factor) == (("2.bias",), 0.5)
-    assert call.in_backward
-    assert text(call) == "loss(model, shard).backward()"
-
-
-def test_clips_and_cleared_gradients_are_seen() -> None:
-    calls = calls_of(clipped_and_cleared)
-    kinds = [call.kind for call in calls if call.kind is not Kind.FORWARD]
-    cleared = [Kind.ZERO_GRAD, Kind.CHANGE]
-    assert kinds == [Kind.BACKWARD, *cleared, Kind.BACKWARD, Kind.CLIP, Kind.CHANGE, Kind.CHANGE]
-    clip = next(call for call in calls if call.kind is Kind.CLIP)
-    assert (clip.what, clip.value) == ("clip_grad_norm_", 0.001)
-    zero = next(call for call in calls if call.kind is Kind.ZERO_GRAD)
-    assert zero.names == ALL
-    last = calls[-1]
-    assert last.change is not None
-    assert (last.change.names, last.change.cleared) == (ALL[:1], True)
-    assert text(last) == "next(model.parameters()).grad = None"
-
-
-def test_groups_are_known_although_the_ranks_are_new() -> None:
-    calls = calls_of(in_a_group)
-    assert [call.ranks for call in calls if call.kind is Kind.NEW_GROUP] == [(0, 1)]
-
-
-def test_a_wrapper_is_seen_and_what_it_reduces_is_no_change() -> None:
-    calls = calls_of(wrapped)
-    kinds = [(call.kind, call.what) for call in calls]
-    assert kinds == [
-        (Kind.WRAP, "DistributedDataParallel"),
-        (Kind.FORWARD, "DistributedDataParallel"),
-        (Kind.FORWARD, "Sequential"),
-        (Kind.BACKWARD, ""),
-    ]
-
-
-def test_a_compiled_model_is_watched_too() -> None:
-    calls = calls_of(compiled)
-    assert [text(call) for call in calls if call.kind is Kind.BACKWARD] == [
-        "loss(faster, shard).backward()"
-    ]
-
-
-def test_the_line_of_a_helper_is_the_innermost_one() -> None:
-    call = next(call for call in calls_of(by_hand) if call.kind is Kind.FORWARD)
-    assert call.line is not None
-    assert call.line.function == "loss"
-    assert call.line.file == inspect.getsourcefile(loss)
+@pytest.mark.parametrize("step", [weighed_by_a_gradient, gradients_by_hand])
+def test_only_the_gradients_of_all_parameters_are_a_backward_pass(step: Any) -> None:
+    verdict = check(own_case(), step)
+    assert verdict.cause == "sum_not_mean"
+    assert {len(seen.backwards) for seen in verdict.observed.values()} == {1}

@@ -27,10 +27,6 @@ def returns_a_metric(model: nn.Module, shard: Any, rank: Rank) -> Any:
     return {"loss": backward(model, shard).item()}
 
 
-def returns_a_metric_as_tensor(model: nn.Module, shard: Any, rank: Rank) -> Any:
-    return {"loss": backward(model, shard)}
-
-
 def returns_metrics_as_tensors(model: nn.Module, shard: Any, rank: Rank) -> Any:
     value = backward(model, shard)
     return {"loss": value, "accuracy": torch.ones(())}
@@ -44,19 +40,9 @@ def returns_a_tuple(model: nn.Module, shard: Any, rank: Rank) -> Any:
     return backward(model, shard), {"accuracy": 1.0}
 
 
-def returns_true(model: nn.Module, shard: Any, rank: Rank) -> Any:
-    backward(model, shard)
-    return True
-
-
-def returns_a_module(model: nn.Module, shard: Any, rank: Rank) -> Any:
-    backward(model, shard)
-    return model
-
-
 def returns_a_list_of_gradients(model: nn.Module, shard: Any, rank: Rank) -> Any:
     backward(model, shard)
-    return [parameter.grad for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()] * 100
 
 
 def returns_named_parameters(model: nn.Module, shard: Any, rank: Rank) -> Any:
@@ -69,47 +55,27 @@ def returns_numpy(model: nn.Module, shard: Any, rank: Rank) -> Any:
     return {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def returns_gradients_by_number(model: nn.Module, shard: Any, rank: Rank) -> Any:
-    backward(model, shard)
-    return dict(enumerate(parameter.grad for parameter in model.parameters()))
-
-
 @pytest.mark.parametrize(
     ("step", "says"),
     [
         (returns_a_metric, "the step returned a dict with 'loss': a float"),
-        (returns_a_metric_as_tensor, "with the name loss, which is no parameter of the model"),
         (returns_metrics_as_tensors, "with the names loss, accuracy, none of which is a parameter"),
         (returns_the_loss, "the step returned a tensor of shape ()"),
         (returns_a_tuple, "the step returned a tuple (a tensor of shape (), a dict"),
-        (returns_true, "the step returned a bool, True"),
-        (returns_a_module, "the step returned a module, Sequential"),
         (returns_a_list_of_gradients, "the step returned a list (a tensor of shape (7, 5)"),
         (returns_named_parameters, "the step returned a generator"),
         (returns_numpy, "'0.weight': a numpy ndarray, which torch.from_numpy makes a tensor"),
-        (returns_gradients_by_number, "a dict with 0: a tensor of shape (7, 5)"),
     ],
 )
-@pytest.mark.parametrize("compare", ["gradients", "update"])
-def test_a_step_that_returns_no_gradients_is_told_what_would_be_right(
-    step: Any, says: str, compare: Any
-) -> None:
+def test_a_step_that_returns_no_gradients_is_told_what_would_be_right(step: Any, says: str) -> None:
     with pytest.raises(RankFailed) as caught:
-        assert_equivalent(own_case(), step, compare=compare)
+        assert_equivalent(own_case(), step)
     text = " ".join(str(caught.value).replace("|", " ").split())
     assert says in text
     assert RIGHT in text
-    assert caught.value.ends[0].what.startswith("TypeError: the step returned")
-
-
-def test_what_a_long_list_returned_is_cut() -> None:
-    def returns_rows(model: nn.Module, shard: Any, rank: Rank) -> Any:
-        backward(model, shard)
-        return [torch.ones(3)] * 1000
-
-    verdict = check(own_case(), returns_rows)
-    assert verdict.failure is not None
-    assert len(verdict.failure.ends[0].what) < 600
+    what = caught.value.ends[0].what
+    assert what.startswith("TypeError: the step returned")
+    assert len(what) < 600
 
 
 def test_a_dict_with_some_names_of_the_model_is_taken_for_gradients() -> None:

@@ -15,7 +15,7 @@ from tests.package.someone_elses_run import LONGEST, environment
 
 BEGIN = """
 import multiprocessing, os, sys, threading, time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 import torch
 from ddp_equivalence import check
 from tests.package.own_cases import own_case, right_step
@@ -25,34 +25,12 @@ torch.randn(512, 512) @ torch.randn(512, 512)  # a fork would wait for these thr
 
 def judge(in_process=False):
     return check(own_case(), right_step, in_process=in_process).outcome
-
-def put_verdict(queue):
-    queue.put(judge())
-"""
-
-IN_A_PROCESS = """
-if __name__ == "__main__":
-    context = multiprocessing.get_context(METHOD)
-    print(judge())
-    queue = context.Queue()
-    child = context.Process(target=put_verdict, args=(queue,))
-    child.start()
-    print(queue.get(timeout=60))
-    child.join()
-    print(child.exitcode, judge())
 """
 
 IN_A_POOL = """
 if __name__ == "__main__":
     with multiprocessing.get_context("fork").Pool(2) as pool:  # its workers are daemonic
         print(*pool.map(judge, [False] * 4))
-    print(judge())
-"""
-
-IN_AN_EXECUTOR = """
-if __name__ == "__main__":
-    with ProcessPoolExecutor(2) as executor:
-        print(*executor.map(judge, [False] * 4))
     print(judge())
 """
 
@@ -89,12 +67,7 @@ print(judge())
 """
 
 SCRIPTS = {
-    **{
-        f"a process of {method}": (f"METHOD = {method!r}{IN_A_PROCESS}", "same same 0 same")
-        for method in ("fork", "spawn", "forkserver")
-    },
     "daemonic processes": (IN_A_POOL, "same same same same same"),
-    "an executor": (IN_AN_EXECUTOR, "same same same same same"),
     "forks": (IN_FORKS, "same same 0 same 0 same 0 same"),
     "threads": (IN_THREADS, " ".join(["same"] * 9)),
     "a fork while a check runs": (FORKED_WHILE_A_CHECK_RUNS, "same 0 same"),

@@ -1,7 +1,7 @@
 """However a rank misbehaves, the report names cause and rank in time, and the next case is right.
 
-The misbehaving rank is the first, a middle or the last one, in turn. With ``MISBEHAVING_RANKS=all``
-every rank misbehaves in every way at every moment.
+The misbehaving rank is the first, a middle or the last one, and each moment of a step has its turn.
+With ``MISBEHAVING_RANKS=all`` every rank misbehaves in every way at every moment.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 from tests.package.ranks import misbehaviour
-from tests.package.ranks.misbehaviour import MISBEHAVIOURS, MOMENTS, Misbehaviour
+from tests.package.ranks.misbehaviour import MISBEHAVIOURS, Misbehaviour
 
 DEADLINE = 3.0
 SHORT_DEADLINE = 1.5
@@ -68,14 +69,12 @@ def step_with(name: str, moment: str, misbehaving_rank: int) -> Callable[..., An
 
 def trials() -> list[Any]:
     parameters = []
-    for row, one_misbehaviour in enumerate(MISBEHAVIOURS.values()):
-        for column, moment in enumerate(MOMENTS):
-            if moment not in one_misbehaviour.moments:
-                continue
-            in_turn = (RANKS[(row + column) % len(RANKS)],)
-            for rank in RANKS if os.environ.get("MISBEHAVING_RANKS") == "all" else in_turn:
-                name = f"{one_misbehaviour.name}-{moment}-{rank}"
-                parameters.append(pytest.param(one_misbehaviour, moment, rank, id=name))
+    for row, one in enumerate(MISBEHAVIOURS.values()):
+        every = list(product(one.moments, RANKS))
+        chosen = (
+            every if os.environ.get("MISBEHAVING_RANKS") == "all" else [every[row % len(every)]]
+        )
+        parameters += [pytest.param(one, *each, id=f"{one.name}-{each}") for each in chosen]
     return parameters
 
 

@@ -57,7 +57,7 @@ def test_prints(equivalence):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--capture=fd",), ("--capture=sys",), ("--capture=no",), ("--capture=tee-sys",), ("-n", "1")],
+    [("--capture=fd",), ("--capture=no",), ("-n", "1")],
     ids=" ".join,
 )
 def test_the_output_of_each_rank_is_with_its_test_under_every_capture_mode(

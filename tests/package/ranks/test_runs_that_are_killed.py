@@ -25,11 +25,9 @@ from tests.package.someone_elses_run import LONGEST, command, environment, hear_
 ROUNDS = int(os.environ.get("SIGNAL_ROUNDS", "1"))
 
 MOMENTS = {
-    "while it imports": ("", 2.0),
     "while the fork server imports": ("the fork server starts", 2.0),
     "while ranks start": ("2x1 begins", 0.2),
     "while ranks work": ("ranks work", 0.05),
-    "between checks": ("1x2 ends", 0.1),
     "at the end": ("2x1 ends", 0.5),
 }
 """Moment -> the event at its begin, and the seconds within which the signal is sent."""

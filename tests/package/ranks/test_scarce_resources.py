@@ -42,17 +42,11 @@ def test_raises():
         assert_equivalent(case("1x2"), raises)
 """
 
-SURROUNDINGS = {
-    "little room and no network": """
-        hostname no-such-host.invalid
-        mount -t tmpfs -o size=64k none "$TMPDIR"
-        mount -t tmpfs -o size=64k none /dev/shm
-    """,
-    "no /proc": """
-        mount -t tmpfs -o size=64k none "$TMPDIR"
-        mount -t tmpfs none /proc
-    """,
-}
+SURROUNDINGS = """
+    hostname no-such-host.invalid
+    mount -t tmpfs -o size=64k none "$TMPDIR"
+    mount -t tmpfs -o size=64k none /dev/shm
+"""
 """Shell commands. The sizes are in bytes; the host name is one that no name server knows."""
 
 FULL_DISKS = """
@@ -94,10 +88,9 @@ def skip_unless_permitted(command: list[str], user_run: MarkedRun) -> None:
         pytest.skip(f"not permitted here: {reason}")
 
 
-@pytest.mark.parametrize("changes", SURROUNDINGS)
-def test_checks_work_with(changes: str, user_run: MarkedRun) -> None:
+def test_checks_work_with_little_room_and_no_network(user_run: MarkedRun) -> None:
     write_tests(user_run, "1x2", tests=FILLS_ITS_FOLDER + RAISES + TRAINS)
-    code, text = run_after(user_run, SURROUNDINGS[changes])
+    code, text = run_after(user_run, SURROUNDINGS)
     assert code == 0, text
     assert not user_run.left_behind()
 
@@ -154,21 +147,12 @@ def test_idle_ranks_make_room_where_descriptors_are_few(user_run: MarkedRun) -> 
     assert not user_run.left_behind()
 
 
-@pytest.mark.parametrize(
-    ("limit", "message"),
-    [
-        ("--nofile=24", "4 ranks could not be started: [Errno 24] Too many open files"),
-        ("--nproc=5", "4 ranks could not be started: [Errno 11] the fork server has ended"),
-    ],
-)
-def test_too_little_room_for_one_set_of_ranks_is_a_clear_error(
-    limit: str, message: str, user_run: MarkedRun
-) -> None:
+def test_too_little_room_for_one_set_of_ranks_is_a_clear_error(user_run: MarkedRun) -> None:
     write_tests(user_run, "1x4")
-    code, text = run_limited(user_run, limit)
+    code, text = run_limited(user_run, "--nproc=5")
     assert code == pytest.ExitCode.TESTS_FAILED, text
     assert "Not compared: a rank failed" in text
-    assert message in text
+    assert "4 ranks could not be started: [Errno 11] the fork server has ended" in text
     assert not user_run.left_behind()
 
 

@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "soak.py"
 
 def test_memory_descriptors_and_threads_do_not_grow_with_the_checks() -> None:
     done = subprocess.run(
-        [sys.executable, BENCHMARK, "--checks", "200"],
+        [sys.executable, BENCHMARK, "--checks", "100"],
         capture_output=True,
         text=True,
         timeout=240,
