@@ -85,7 +85,7 @@ def test_the_command_that_repeats_has_every_option_that_decides_what_is_computed
     words = shlex.split(Options(**chosen).words())
     found = vars(parser.parse_args(["observe", *words, "--", "python", "t.py"]))
     assert found["training"] == ["--", "python", "t.py"]
-    assert found["no_dropout"] is True
+    assert found["dropout"] is False
     assert shlex.split(found["flat"]) == list(chosen["flat"] or ())
     assert {name: found[name] for name in chosen if name not in ("dropout", "flat")} == {
         name: value for name, value in chosen.items() if name not in ("dropout", "flat")
