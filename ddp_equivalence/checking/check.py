@@ -294,14 +294,16 @@ def _different_if_comparable(
         return unknown(verdict, why_unknown)
     if not request.explains:
         return replace(verdict, outcome="different")
-    assert verdict.comparison is not None
-    with threads_for(verdict.comparison.elements):
-        raced = with_race((), verdict.evidence, verdict.comparison)
-        idle = no_optimizer_step(request, verdict)
-        if not (wrong or raced or idle or will_be_judged_by_steps(request, verdict)):
-            analysis.look_further()  # no cause was seen
-        findings = with_race(analysis.findings, verdict.evidence, verdict.comparison)
+    comparison, evidence = verdict.comparison, verdict.evidence
+    assert comparison is not None
+    with threads_for(comparison.elements):
+        raced = with_race((), evidence, comparison)
+        idle = no_optimizer_step(request, comparison, evidence, verdict.observed)
+        is_known = wrong or raced or idle or will_be_judged_by_steps(request, verdict)
+        analysis.looks_further = not is_known
+        findings = with_race(analysis.findings, evidence, comparison)
         repeated = analysis.repeated
+        _ = analysis.beside, analysis.repairs  # a report runs no step any more
     seen = finding_of_wrong_collectives(wrong) if wrong else idle
     if seen is not None:
         findings = (seen, *(replace(finding, accepted=False) for finding in findings))

@@ -141,12 +141,6 @@ class ElementSample(Generic[Key]):
         # An odd stride visits the columns of a matrix in turn. An even one could skip some columns.
         return cls(sizes, {key: -(-size // each) | 1 for key, size in sizes.items()})
 
-    def only(self, keys: Sequence[Key]) -> ElementSample[Key]:
-        """The same sample, but only of these gradients."""
-        return ElementSample(
-            {key: self.sizes[key] for key in keys}, {key: self.stride[key] for key in keys}
-        )
-
     @property
     def is_whole(self) -> bool:
         """True if every element is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -35,7 +36,6 @@ from ddp_equivalence.diagnosis.localisation import (
     Localisation,
     findings_beside_one_rank,
     localise,
-    multiples_of_weights,
     one_rank_shows_more,
 )
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs, find_repairs
@@ -45,9 +45,8 @@ from ddp_equivalence.diagnosis.time_left import (
     BY_RANK,
     CAUSES,
     DIVISORS,
-    LOSS,
     NEAREST,
-    OutOfTime,
+    WHEREABOUTS,
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.vacuity import NearestFault, nearest_fault
@@ -73,7 +72,9 @@ class Analysis:
 
     If something differs, ``check`` adds the ``measurement`` of the ranks, and what was ``observed``
     in a second run; ``why_not_watched`` says why there was none. Otherwise only the nearest fault
-    and the rounding floor can be asked for. ``time``: what all of this may take.
+    and the rounding floor can be asked for. ``looks_further``: where no cause was seen happening,
+    the step runs on one rank as well, and edited. ``time``: what all of this may take. Each of
+    these is set before a property that depends on it is asked for.
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
@@ -84,27 +85,7 @@ class Analysis:
         self.observed: Mapping[int, Observation] = {}
         self.why_not_watched = ""
         self.time = TimeLeft()
-        self._beside: parting.BesideOneRank | None = None
-        self.repairs = Repairs()
-
-    def look_further(self) -> None:
-        """Where no cause was seen happening: run the step on one rank as well, and edited."""
-        best = self.findings[0] if self._has_cause else None
-        if self.view is None:
-            view = self._view_without_gradients
-            if view is not None:
-                self._beside = parting.beside_one_rank(view, self._request)
-        elif one_rank_shows_more(best):
-            self._beside = parting.beside_one_rank(self.view, self._request)
-            self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
-            best = self.findings[0] if self._has_cause else None
-        if self.drawn is None and (best is None or best.is_guess or not best.lines):
-            self.repairs = find_repairs(
-                self._request,
-                self._expected,
-                lambda: lines_to_edit(best, self.localisation.whereabouts),
-                self.time,
-            )
+        self.looks_further = False
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -126,15 +107,11 @@ class Analysis:
         """The fault that would be hardest to see; None where the model is too large to tell."""
         if not self.sample.is_whole:
             return None
-        with self.time.counted(NEAREST):
-            try:
-                view = self._view_of_step(0)
-                return None if view is None else nearest_fault(view)
-            except BadCase:  # the batch cannot be built a second time
-                return None
-            except OutOfTime:
-                self.time.leave_out(NEAREST)
-                return None
+        with suppress(BadCase):  # the batch cannot be built a second time
+            view = self._view_of_step(0)
+            if view is not None:
+                return self.time.within(NEAREST, lambda: nearest_fault(view), None)
+        return None
 
     def floor_of(
         self, parameter: ParameterComparison, autocast: torch.dtype | None = None
@@ -216,8 +193,8 @@ class Analysis:
         return first_wrong_step(self.measurement.comparison, self._request.step_count)
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """All explanations of the difference, best first."""
+    def explanations(self) -> tuple[Finding, ...]:
+        """All explanations of the difference from the gradients and the second run, best first."""
         if self.measurement is None:
             return ()
         with self.time.counted(CAUSES):
@@ -225,7 +202,40 @@ class Analysis:
                 return findings_of_drawn(self.drawn, self.measurement.comparison)
             if self.view is None:
                 return ()
-            return diagnose(self.view, self.measurement.comparison, in_part=True)
+            return diagnose(self.view, self.measurement.comparison)
+
+    @cached_property
+    def beside(self) -> parting.BesideOneRank | None:
+        """What the step did on one rank with the whole batch, where that may show more."""
+        if not self.looks_further:
+            return None
+        if self.view is None:
+            view = self._view_without_gradients
+            return None if view is None else parting.beside_one_rank(view, self._request)
+        if not one_rank_shows_more(_believed(self.explanations)):
+            return None
+        return parting.beside_one_rank(self.view, self._request)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """All explanations of the difference, best first."""
+        if self.view is None:
+            return self.explanations
+        return findings_beside_one_rank(self.explanations, self.view, self.beside)
+
+    @cached_property
+    def repairs(self) -> Repairs:
+        """The edits of the step that repair it, where no cause was seen happening."""
+        best = _believed(self.findings)
+        was_seen = best is not None and bool(best.lines) and not best.is_guess
+        if not self.looks_further or self.drawn is not None or was_seen:
+            return Repairs()
+        return find_repairs(
+            self._request,
+            self._expected,
+            lambda: lines_to_edit(best, self.localisation.whereabouts),
+            self.time,
+        )
 
     @cached_property
     def shares(self) -> Shares | NoShares:
@@ -236,41 +246,29 @@ class Analysis:
     @cached_property
     def divisors(self) -> Divisors | None:
         """The numbers that ranks' losses, the reduction and the big batch divide by, if known."""
-        with self.time.counted(DIVISORS):
-            try:
-                return None if self.view is None else find_divisors(self.view)
-            except OutOfTime:
-                self.time.leave_out(DIVISORS)
-                return None
+        view = self.view
+        if view is None:
+            return None
+        return self.time.within(DIVISORS, lambda: find_divisors(view), None)
 
     @cached_property
     def localisation(self) -> Localisation:
-        """In which half of the step, and in which module, the difference lies."""
+        """Where the difference lies, in addition to its cause."""
         if self.measurement is None:
             return Localisation()
         if self.view is None:
-            structure, why = self.measurement.comparison.structure, self.why_not_watched
+            why = self.why_not_watched
             right, view = self._expected.reference.expected, self._view_without_gradients
             where = where_without_view(self.observed, right, view, why, self.why_no_view)
-            if self._beside is not None and where is not None and view is not None:
-                where = with_one_rank(where, self._beside, view)
-            if structure or not self._later_weights_are_wrong:
-                return Localisation(whereabouts=where)
-            return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)
-        with self.time.counted(LOSS):
-            comparison, why = self.measurement.comparison, self.why_not_watched
-            found = localise(self.view, comparison, self._has_cause, why)
-        if self._beside is None or found.whereabouts is None:
+            if self.beside is not None and where is not None and view is not None:
+                where = with_one_rank(where, self.beside, view)
+            return Localisation(whereabouts=where)
+        with self.time.counted(WHEREABOUTS):
+            has_cause = _believed(self.findings) is not None
+            found = localise(self.view, has_cause, self.why_not_watched)
+        if self.beside is None or found.whereabouts is None:
             return found
-        return replace(found, whereabouts=with_one_rank(found.whereabouts, self._beside, self.view))
-
-    @property
-    def _has_cause(self) -> bool:
-        return bool(self.findings) and self.findings[0].accepted
-
-    @property
-    def _later_weights_are_wrong(self) -> bool:
-        return self._request.compare == "update" and self._request.step_count > 1
+        return replace(found, whereabouts=with_one_rank(found.whereabouts, self.beside, self.view))
 
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""
@@ -296,14 +294,6 @@ class Analysis:
             self.time,
         )
 
-    def _multiples_of_weights(self) -> Mapping[str, float]:
-        """Parameter -> c, where the error of its update is c times its initial weights."""
-        assert self.measurement is not None
-        sample, measured = self.sample_of_step(0), self.measurement.measured[0]
-        known = {name: one for (_, name), one in measured.items() if name in sample.sizes}
-        right = self._expected_of_step(sample, 0)
-        return multiples_of_weights(self._request.case, sample, right, sample.joined(known))
-
     def _expected_of_step(self, sample: ElementSample[str], step: int) -> Tensor:
         step = 0 if self._request.compare == "update" else step
         right = self._expected.reference.expected
@@ -315,3 +305,8 @@ class Analysis:
             return {}
         scale = -request.lr if request.compare == "update" else 1.0
         return catalogue_cache(without_ranks(case), request.steps, step, request.training, scale)
+
+
+def _believed(findings: tuple[Finding, ...]) -> Finding | None:
+    """The best explanation, if it is accepted."""
+    return findings[0] if findings and findings[0].accepted else None

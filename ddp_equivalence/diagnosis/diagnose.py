@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
+from math import hypot, inf, log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +32,19 @@ from ddp_equivalence.diagnosis.lines.of_groups import with_origins_of_groups
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor, lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.origins import lines_behind
 from ddp_equivalence.diagnosis.lines.source import run_lines
-from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
+from ddp_equivalence.diagnosis.residual import (
+    FITTED,
+    NEGLIGIBLE,
+    is_multiple,
+    nearest_factor,
+    nearly_equal,
+    unexplained,
+)
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import (
     CAUSES,
     OBSERVED_CAUSES,
     TWO_CAUSES,
-    OutOfTime,
 )
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES
@@ -53,15 +58,12 @@ MOST_OF_DIFFERENCE = 0.5
 """An explanation must explain at least half of the difference, however small that is."""
 
 
-def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple[Finding, ...]:
+def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
     """All explanations of what the ranks were measured to hold, the best first.
 
     A cause that makes the gradients meaningless comes first. If there is none, one cause whose
     prediction fits is believed; else two causes that fit together, or one that fits up to a factor;
-    else a cause that was only observed.
-
-    ``in_part``: if there is no time for some causes, note this in the view and return the findings
-    of the others. Otherwise OutOfTime is raised.
+    else a cause that was only observed. What there is no time for is noted in the view.
     """
     invalidating = _causes_that_invalidate_gradients(view)
     if invalidating:
@@ -71,45 +73,33 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
     tried = 0
     for hypothesis in HYPOTHESES:
         # Without time for one cause's gradients there may still be time for another's.
-        with _noting_lack_of_time(view, CAUSES, in_part):
+        with view.time.unless_out(CAUSES):
             view.time.require()
-            if in_part:
-                view.time.show(f"{tried} of {len(HYPOTHESES)} causes")
+            view.time.show(f"{tried} of {len(HYPOTHESES)} causes")
             finding = _compared_with_predictions(hypothesis, view, most_unexplained, limits)
             findings += [] if finding is None else [finding]
             tried += 1
     if tried < len(HYPOTHESES):
         view.time.leave_out(CAUSES, f"{tried} of {len(HYPOTHESES)} tried")
     if not any(finding.explains for finding in findings):
-        with _noting_lack_of_time(view, TWO_CAUSES, in_part):
+        with view.time.unless_out(TWO_CAUSES):
+            scaled = scaled_predictions(view, most_unexplained, limits)
             findings += two_causes_at_once(
-                view, most_unexplained, limits
-            ) or one_cause_and_a_factor(view, most_unexplained, limits)
+                view, scaled, most_unexplained
+            ) or one_cause_and_a_factor(view, scaled)
     if not any(finding.explains for finding in findings):
-        with _noting_lack_of_time(view, OBSERVED_CAUSES, in_part):
+        with view.time.unless_out(OBSERVED_CAUSES):
             believed = _observed_cause(view)
             if believed is not None:
                 findings = [one for one in findings if one.cause != believed.cause] + [believed]
-    if not any(finding.explains for finding in findings) and _only_round_differently(
-        view, comparison
-    ):
+    explained = any(finding.explains for finding in findings)
+    if not explained and _only_round_differently(view, comparison):
         seen = "on every rank the error is within the limit, and the bits differ between ranks"
         findings.append(finding_from_observation(CAUSE_OF["ranks_differ_by_rounding"], seen))
     ordered = ranked(findings, view.setting.dtype)
-    with _noting_lack_of_time(view, TWO_CAUSES, in_part):
+    with view.time.unless_out(TWO_CAUSES):
         ordered = with_factor_of_own_gradients(ordered, view)
     return pointed(ordered, view)
-
-
-@contextmanager
-def _noting_lack_of_time(view: View, part: str, in_part: bool) -> Iterator[None]:
-    """Note that there was no time for this part, if the block runs out of time and ``in_part``."""
-    try:
-        yield
-    except OutOfTime:
-        if not in_part:
-            raise
-        view.time.leave_out(part)
 
 
 def _causes_that_invalidate_gradients(view: View) -> tuple[Finding, ...]:
@@ -127,8 +117,8 @@ def _most_unexplained(view: View, comparison: Comparison) -> float:
 
     It follows from the limit that all parameters have together, as if they were one vector.
     """
-    limits = math.hypot(*(parameter.limit.absolute for parameter in comparison.parameters))
-    norms = math.hypot(*(parameter.norm for parameter in comparison.parameters))
+    limits = hypot(*(parameter.limit.absolute for parameter in comparison.parameters))
+    norms = hypot(*(parameter.norm for parameter in comparison.parameters))
     limit = limits / norms if norms > 0 else 0.0
     difference = unexplained(view.measured.by_rank, view.expected_by_rank)
     most = max(LEAST_ACCEPTED, min(4 * limit, MOST_ACCEPTED))
@@ -264,49 +254,45 @@ def _numbers(view: View, rank: int, pointed: PointedLine) -> list[PointedLine]:
     return [replace(one, is_fault=True) for one in lines_of_divisor(view, rank, pointed.line)]
 
 
-# Two causes at once: one predicts the gradient up to a factor, the other is that factor.
-
-WHOLE = 1e-6
-"""A divisor is a whole number if it is as near as this, relative to itself."""
+# A cause that predicts the gradient up to a factor, which is another cause or has none.
 
 
 @dataclass(frozen=True)
 class ScaledPrediction:
     """A prediction that fits once it is multiplied by ``factor``, up to the ``residual``.
 
-    ``is_a_right_step``: ranks that make neither mistake would hold the same.
+    ``held``: the prediction times the factor. ``is_a_right_step``: ranks that make neither mistake
+    would hold the same.
     """
 
     hypothesis: Hypothesis
     prediction: Prediction
     factor: float
+    held: Tensor
     residual: float
     is_a_right_step: bool
 
-
-def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName) -> list[Finding]:
-    """Every pair of causes that together leave at most this much unexplained.
-
-    Raises OutOfTime.
-    """
-    findings: dict[tuple[str, ...], Finding] = {}
-    for scaled in scaled_predictions(view, most_unexplained, limits):
-        if scaled.is_a_right_step:
-            continue
-        for hypothesis, factor in _wrong_factors(view):
-            agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
-            if agrees and hypothesis.name != scaled.hypothesis.name:
-                if _is_one_wrong_divisor(view, scaled):
-                    continue
-                finding = _finding(view, scaled, hypothesis, factor)
-                findings.setdefault(finding.causes, finding)
-    return list(findings.values())
+    def finding(self, view: View, **more: Any) -> Finding:
+        """The finding of its cause, which leaves the factor to something else."""
+        indication = self.hypothesis.indication(view)
+        found = replace(
+            finding_without_prediction(self.hypothesis),
+            unexplained=without_rounding(self.residual),
+            fits=True,
+            detail=self.prediction.detail,
+            because=indication.because if indication else "",
+        )
+        return replace(found, **more)
 
 
 def scaled_predictions(
     view: View, most_unexplained: float, limits: LimitByName
-) -> Iterator[ScaledPrediction]:
-    """The predictions that fit the measurement once they are multiplied by some factor."""
+) -> list[ScaledPrediction]:
+    """The predictions that fit the measurement once they are multiplied by some factor.
+
+    Raises OutOfTime.
+    """
+    found = []
     for hypothesis in HYPOTHESES:
         view.time.require()
         if _is_refuted(view, hypothesis):
@@ -314,14 +300,51 @@ def scaled_predictions(
         for prediction in hypothesis.predict(view):
             if prediction.fitted or nearly_equal(prediction.by_rank, view.expected_by_rank):
                 continue
-            factor = _nearest_factor(view.measured.by_rank, prediction.by_rank)
+            factor = nearest_factor(view.measured.by_rank, prediction.by_rank)
             if factor is None:
                 continue
-            residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
-            both = factor * prediction.by_rank
-            if residual <= most_unexplained and explains_every_parameter(view, both, limits):
-                cancel = _cancel_each_other(view, both)
-                yield ScaledPrediction(hypothesis, prediction, factor, residual, cancel)
+            held = factor * prediction.by_rank
+            residual = unexplained(view.measured.by_rank, held)
+            if residual <= most_unexplained and explains_every_parameter(view, held, limits):
+                right = _is_a_right_step(view, held)
+                found.append(
+                    ScaledPrediction(hypothesis, prediction, factor, held, residual, right)
+                )
+    return found
+
+
+def _is_a_right_step(view: View, held: Tensor) -> bool:
+    """True for what ranks hold that make no mistake: the big batch, or what they have computed
+    themselves, however wrong, reduced as it should be.
+    """
+    add_up = view.parts.add_up_to_the_big_batch
+    own = (local.sum(0) if add_up else local.mean(0) for local in view.local_gradients)
+    return any(nearly_equal(held, view.on_every_rank(one)) for one in (view.expected, *own))
+
+
+def two_causes_at_once(
+    view: View, predictions: Sequence[ScaledPrediction], most_unexplained: float
+) -> list[Finding]:
+    """Every pair of a cause and another one that is its factor."""
+    factors = [
+        (hypothesis, factor)
+        for hypothesis in HYPOTHESES
+        if predictions and not _is_refuted(view, hypothesis)
+        for factor in hypothesis.factors(view)
+    ]
+    findings: dict[tuple[str, ...], Finding] = {}
+    for scaled in predictions:
+        for hypothesis, factor in factors:
+            agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
+            if not agrees or hypothesis.name == scaled.hypothesis.name:
+                continue
+            if scaled.is_a_right_step or _is_one_wrong_divisor(view, scaled):
+                continue
+            detail = "; ".join(filter(None, (scaled.prediction.detail, factor.detail)))
+            second = finding_without_prediction(hypothesis)
+            finding = scaled.finding(view, detail=detail, more=(second,))
+            findings.setdefault(finding.causes, finding)
+    return list(findings.values())
 
 
 def _is_one_wrong_divisor(view: View, scaled: ScaledPrediction) -> bool:
@@ -329,32 +352,12 @@ def _is_one_wrong_divisor(view: View, scaled: ScaledPrediction) -> bool:
 
     So it is where both causes are factors, and nothing was observed of the first one.
     """
-    both = scaled.factor * scaled.prediction.by_rank
-    square = float((view.expected_by_rank * view.expected_by_rank).sum())
-    factor = float((both * view.expected_by_rank).sum()) / square if square > 0 else 0.0
-    if factor <= 0 or not nearly_equal(both, factor * view.expected_by_rank):
+    factor = nearest_factor(scaled.held, view.expected_by_rank)
+    if factor is None or factor <= 0 or not is_multiple(scaled.held, view.expected_by_rank):
         return False
-    indication = scaled.hypothesis.indication(view)
     divisor = view.world_size / factor
-    return indication is None and abs(divisor - round(divisor)) < WHOLE * divisor
-
-
-def _cancel_each_other(view: View, both: Tensor) -> bool:
-    """True if the causes together leave what ranks hold that make neither mistake.
-
-    That is the big batch, or what the ranks have computed themselves, however wrong, reduced as it
-    should be. ``both``: what the causes together predict.
-    """
-    add_up = view.parts.add_up_to_the_big_batch
-    own = (local.sum(0) if add_up else local.mean(0) for local in view.local_gradients)
-    return any(nearly_equal(both, view.on_every_rank(one)) for one in (view.expected, *own))
-
-
-def _wrong_factors(view: View) -> Iterator[tuple[Hypothesis, WrongFactor]]:
-    for hypothesis in HYPOTHESES:
-        if not _is_refuted(view, hypothesis):
-            for factor in hypothesis.factors(view):
-                yield hypothesis, factor
+    is_whole = abs(divisor - round(divisor)) < NEGLIGIBLE * divisor
+    return is_whole and scaled.hypothesis.indication(view) is None
 
 
 def _is_refuted(view: View, hypothesis: Hypothesis) -> bool:
@@ -362,38 +365,8 @@ def _is_refuted(view: View, hypothesis: Hypothesis) -> bool:
     return indication is not None and not indication.supports
 
 
-def _nearest_factor(measured: Tensor, predicted: Tensor) -> float | None:
-    """The number k for which k times the prediction is nearest to the measurement."""
-    square = float((predicted * predicted).sum())
-    product = float((measured * predicted).sum())
-    return product / square if square > 0 and product == product else None
-
-
-def _finding(
-    view: View, scaled: ScaledPrediction, second: Hypothesis, factor: WrongFactor
-) -> Finding:
-    first = scaled.hypothesis
-    indication = first.indication(view)
-    return replace(
-        finding_without_prediction(first),
-        unexplained=without_rounding(scaled.residual),
-        fits=True,
-        detail="; ".join(filter(None, (scaled.prediction.detail, factor.detail))),
-        because=indication.because if indication else "",
-        more=(finding_without_prediction(second),),
-    )
-
-
-# One cause, and a factor besides that all gradients have in common and that no cause explains.
-
-ONE = 1e-4
-"""A factor is one if it differs by less."""
-
-
-def one_cause_and_a_factor(
-    view: View, most_unexplained: float, limits: LimitByName
-) -> list[Finding]:
-    """Every cause that explains all but one positive factor. Raises OutOfTime.
+def one_cause_and_a_factor(view: View, predictions: Sequence[ScaledPrediction]) -> list[Finding]:
+    """Every cause that explains all but one positive factor, which no cause explains.
 
     If the cause itself only multiplies the right gradient, or if the ranks may have reduced wrong
     gradients as they should, the factor must be that of the losses at which backward was seen to
@@ -402,40 +375,31 @@ def one_cause_and_a_factor(
     mean, and to sum their gradients is right, so that not the sum is wrong, but the count.
     """
     findings: dict[str, Finding] = {}
-    of_losses, own_with_a_factor = _factor_of_losses(view), _holds_own_with_a_factor(view)
-    for scaled in scaled_predictions(view, most_unexplained, limits):
+    of_losses, held = _factor_of_losses(view), view.measured.by_rank
+    own = [view.on_every_rank(local.mean(0)) for local in view.local_gradients]
+    anything_fits = any(is_multiple(held, one) for one in own)
+    for scaled in predictions:
         if scaled.factor <= 0 or _is(scaled.factor, 1.0):
             continue
-        anything_fits = _is_multiple_of_right(view, scaled.prediction.by_rank) or own_with_a_factor
-        seen = of_losses is not None and _is(of_losses, scaled.factor)
-        is_likely = seen and _is_the_lesser(scaled, view)
-        if (anything_fits or scaled.is_a_right_step) and not is_likely:
-            continue
-        finding = finding_without_prediction(scaled.hypothesis)
-        indication = scaled.hypothesis.indication(view)
-        findings.setdefault(
-            finding.cause,
-            replace(
-                finding,
-                unexplained=without_rounding(scaled.residual),
-                fits=True,
-                detail=scaled.prediction.detail,
-                because=indication.because if indication else "",
-                fitted=True,
-                besides=scaled.factor,
-            ),
-        )
+        is_factor = is_multiple(scaled.prediction.by_rank, view.expected_by_rank)
+        if anything_fits or is_factor or scaled.is_a_right_step:
+            together = nearest_factor(scaled.held, view.expected_by_rank) or 0.0
+            is_the_lesser = together <= 0 or abs(log(scaled.factor)) < abs(log(together))
+            if of_losses is None or not _is(of_losses, scaled.factor) or not is_the_lesser:
+                continue
+        finding = scaled.finding(view, fitted=True, besides=scaled.factor)
+        findings.setdefault(finding.cause, finding)
     return list(findings.values())
 
 
-def _is_the_lesser(scaled: ScaledPrediction, view: View) -> bool:
-    """True unless the cause and the factor together multiply the right gradient by a number that is
-    as near to 1 as the factor.
-    """
-    right, held = view.expected_by_rank, scaled.factor * scaled.prediction.by_rank
-    square = float((right * right).sum())
-    together = float((held * right).sum()) / square if square > 0 else 0.0
-    return together <= 0 or abs(math.log(scaled.factor)) < abs(math.log(together))
+def _factor_of_losses(view: View) -> float | None:
+    """By what the losses of a window, taken together, are multiplied; None if that is 1."""
+    common = common_loss_factor(view)
+    if common is None or view.parts.add_up_to_the_big_batch:
+        return None
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    factor = common * counts.pop() if len(counts) == 1 else 1.0
+    return None if _is(factor, 1.0) else factor
 
 
 def with_factor_of_own_gradients(findings: tuple[Finding, ...], view: View) -> tuple[Finding, ...]:
@@ -447,7 +411,7 @@ def with_factor_of_own_gradients(findings: tuple[Finding, ...], view: View) -> t
     if is_divided_up(view) is False:
         return findings  # what is read twice, or not at all, has other counts
     factor = _factor_of_own_gradients(view)
-    if factor is None or _is_multiple_of_right(view, view.measured.by_rank):
+    if factor is None or is_multiple(view.measured.by_rank, view.expected_by_rank):
         return findings
     return tuple(
         replace(one, besides=factor) if _is_left_by(one, view, factor) else one for one in findings
@@ -473,44 +437,14 @@ def _factor_of_own_gradients(view: View) -> float | None:
             return None
         contributions = count * contributions
     local = view.local_gradients[0]
-    square = float((contributions * contributions).sum())
-    if not square > 0:
-        return None
-    factor = float((local * contributions).sum()) / square
-    if _is(factor, 1.0) or factor <= 0 or not nearly_equal(local, factor * contributions):
+    factor = nearest_factor(local, contributions)
+    if factor is None or factor <= 0 or _is(factor, 1.0) or not is_multiple(local, contributions):
         return None
     return factor
 
 
-def _factor_of_losses(view: View) -> float | None:
-    """By what the losses of a window, taken together, are multiplied; None if that is 1."""
-    common = common_loss_factor(view)
-    if common is None or view.parts.add_up_to_the_big_batch:
-        return None
-    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
-    factor = common * counts.pop() if len(counts) == 1 else 1.0
-    return None if _is(factor, 1.0) else factor
-
-
-def _holds_own_with_a_factor(view: View) -> bool:
-    """True if all ranks hold a multiple of the mean of what they computed, right or wrong."""
-    held = view.measured.by_rank
-    for local in view.local_gradients:
-        own = view.on_every_rank(local.mean(0))
-        square = float((own * own).sum())
-        if square > 0 and nearly_equal(held, float((held * own).sum()) / square * own):
-            return True
-    return False
-
-
-def _is_multiple_of_right(view: View, by_rank: Tensor) -> bool:
-    square = float((view.expected_by_rank * view.expected_by_rank).sum())
-    product = float((by_rank * view.expected_by_rank).sum())
-    return square > 0 and nearly_equal(by_rank, product / square * view.expected_by_rank)
-
-
 def _is(factor: float, other: float) -> bool:
-    return abs(factor - other) <= ONE * abs(other)
+    return abs(factor - other) <= FITTED * abs(other)
 
 
 # The order of explanations, and which of those that fit are accepted.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,16 +13,14 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import leaves_of, name_of_leaf
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.example_gradients import LossAndGradient, gradient_of_outputs
+from ddp_equivalence.diagnosis.example_gradients import LossAndGradient
 from ddp_equivalence.diagnosis.lines.of_reduction import common_factor
-from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
+from ddp_equivalence.diagnosis.residual import FITTED, NEGLIGIBLE, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import all_divisors, all_weights
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 # The numbers that each rank's loss, the reduction and the loss of the big batch divide by.
@@ -64,13 +61,19 @@ def find_divisors(view: View) -> Divisors | None:
         ones = (1.0,) * view.world_size
         return Divisors("sum", "", ones, 1.0, _divisor(weights), _right_factors(ones, weights))
     shards = view.parts.examples_by_rank
-    for unit, counts in counts_of_parts(view, shards).items():
+    for unit, counts in counts_that_fit(view, shards):
         total = sum(counts)
-        if total <= 0 or not is_weighted_mean(view, shards, counts):
-            continue
         right_factors = _right_factors([count / total for count in counts], weights)
         return Divisors("mean", unit, tuple(counts), total, _divisor(weights), right_factors)
     return None
+
+
+def counts_that_fit(view: View, parts: Sequence[Indices]) -> Iterator[tuple[str, list[float]]]:
+    """The units whose counts, as weights, make the mean of the parts' gradients the big batch."""
+    for unit, counts in counts_of_parts(view, parts).items():
+        is_weight = sum(counts) > 0 and min(counts) >= 0
+        if is_weight and is_weighted_mean(view, parts, counts):
+            yield unit, counts
 
 
 def is_weighted_mean(view: View, parts: Sequence[Indices], counts: Sequence[float]) -> bool:
@@ -134,12 +137,6 @@ def _right_factors(
 
 
 # Counts of the batch that a loss may divide by in place of the right one.
-
-EXACT = 1e-6
-"""A factor is the ratio of two counts if it differs by less, relative to it."""
-
-OF_WEIGHTS = 1e-4
-"""The same of weights that were determined by least squares, before a prediction is tried."""
 
 MOST_RANKS = 4
 """With more ranks, the counts of the first ones are listed."""
@@ -208,15 +205,9 @@ def ratio_of_counts(view: View) -> list[RatioOfCounts]:
     wrong = list(_counts_of_the_whole(view))
     for unit in right_units(view):
         right = Count(counts_of_parts(view, whole)[unit][0], unit)
-        for count in wrong:
-            one = RatioOfCounts(right, count)
-            whole_numbers = right.value == round(right.value)
-            if (
-                whole_numbers
-                and count.value != right.value
-                and isclose(one.factor, held, rel_tol=EXACT)
-            ):
-                found.setdefault(count.value, one)
+        for one in (RatioOfCounts(right, count) for count in wrong if count.value != right.value):
+            if right.value == round(right.value) and isclose(one.factor, held, rel_tol=NEGLIGIBLE):
+                found.setdefault(one.wrong.value, one)
     return list(found.values())
 
 
@@ -227,11 +218,7 @@ def right_units(view: View) -> list[str]:
         return []
     cut = -(-count // 3)
     parts = [tuple(range(cut)), tuple(range(cut, count))]
-    return [
-        unit
-        for unit, counts in counts_of_parts(view, parts).items()
-        if min(counts) >= 0 and sum(counts) > 0 and is_weighted_mean(view, parts, counts)
-    ]
+    return [unit for unit, _ in counts_that_fit(view, parts)]
 
 
 def _counts_matter(view: View) -> bool:
@@ -246,30 +233,23 @@ def _counts_matter(view: View) -> bool:
 
 def _counts_of_the_whole(view: View) -> Iterator[Count]:
     """All counts that one loss, or all ranks together, may divide the whole gradient by."""
-    whole: Indices = tuple(range(view.setting.example_count))
-    for unit, counts in counts_of_parts(view, [whole]).items():
-        yield from _not_zero(counts[0], unit, of_all=True)
     by_rank, ranks = view.parts.by_rank, view.world_size
-    if by_rank is None:
-        return
-    if ranks > 1:
-        for unit, counts in counts_of_parts(view, view.parts.examples_by_rank[:1]).items():
-            of_rank = f"{unit} of rank 0, times {ranks} ranks"
-            yield from _not_zero(counts[0] * ranks, of_rank)
-    number = view.parts.micro_batches_per_rank
-    if number is None or number == 1:
-        return
-    for place, name in ((0, "first"), (-1, "last")):
-        at_once = tuple(index for parts in by_rank for index in parts[place])
-        for unit, counts in counts_of_parts(view, [at_once]).items():
-            of_part = f"{unit} of the {name} micro-batch"
-            yield from _not_zero(counts[0], of_part)
-            yield from _not_zero(counts[0] * number, f"{of_part}, times {number} micro-batches")
-
-
-def _not_zero(value: float, unit: str, of_all: bool = False) -> Iterator[Count]:
-    if value > 0:
-        yield Count(value, unit, of_all)
+    choices: list[tuple[Indices, str, int, bool]] = [
+        (tuple(range(view.setting.example_count)), "{}", 1, True)
+    ]
+    if by_rank is not None and ranks > 1:
+        of_rank = view.parts.examples_by_rank[0]
+        choices.append((of_rank, f"{{}} of rank 0, times {ranks} ranks", ranks, False))
+    number = view.parts.micro_batches_per_rank or 1
+    for place, name in ((0, "first"), (-1, "last")) if number > 1 else ():
+        at_once = tuple(index for parts in by_rank or () for index in parts[place])
+        of_part = f"{{}} of the {name} micro-batch"
+        choices.append((at_once, of_part, 1, False))
+        choices.append((at_once, f"{of_part}, times {number} micro-batches", number, False))
+    for examples, words, times, of_all in choices:
+        for unit, counts in counts_of_parts(view, [examples]).items():
+            if counts[0] > 0:
+                yield Count(counts[0] * times, words.format(unit), of_all)
 
 
 def counts_by_rank(view: View) -> list[CountsByRank]:
@@ -304,12 +284,12 @@ def counts_by_rank(view: View) -> list[CountsByRank]:
 
 def _weigh_alike(weights: Tensor, wanted: Sequence[float]) -> bool:
     expected = torch.tensor(wanted, dtype=weights.dtype)
-    return float((weights - expected).abs().max()) <= OF_WEIGHTS * float(expected.abs().max())
+    return float((weights - expected).abs().max()) <= FITTED * float(expected.abs().max())
 
 
 def _is_one_factor(right: Sequence[float], wanted: Sequence[float]) -> bool:
     factors = [weight / count for weight, count in zip(wanted, right, strict=True) if count]
-    return max(factors) - min(factors) <= OF_WEIGHTS * max(factors)
+    return max(factors) - min(factors) <= FITTED * max(factors)
 
 
 def _is_a_mean_of_means(view: View, right: Sequence[float], wanted: Sequence[float]) -> bool:
@@ -459,25 +439,16 @@ LARGEST_EXPONENT = 100.0
 
 FEWEST_EXAMPLES = 4
 
-FEW_OUTPUTS = 0.25
-"""A statistic of order, such as a median, depends on at most this part of the outputs."""
-
 
 def why_not_additive(view: View) -> str:
-    """What shows that the loss is another statistic of the batch than a mean, as a clause; "" if
-    nothing does.
+    """Which function of the loss is a mean over examples, as a clause, if the loss itself is none;
+    "" if none was found.
     """
     count = view.setting.example_count
     if count < FEWEST_EXAMPLES or view.setting.earlier_batches:
         return ""
-    halves = tuple(range(0, count, 2)), tuple(range(1, count, 2))
-    return _function_of_a_mean(view, halves) or _statistic_of_order(view, halves)
-
-
-def _function_of_a_mean(view: View, halves: tuple[Indices, Indices]) -> str:
-    """Finds the function of the loss that is a mean over examples, if the loss itself is none."""
-    whole = view.examples.compute(tuple(range(view.setting.example_count)))
-    parts = [view.examples.compute(half) for half in halves]
+    everything = tuple(range(count))
+    whole, *parts = map(view.examples.compute, (everything, everything[::2], everything[1::2]))
     losses = [abs(one.loss) for one in (whole, *parts)]
     if not all(loss < LARGEST_EXPONENT for loss in losses):  # also if one of them is NaN
         return ""
@@ -503,43 +474,3 @@ def _is_weighted_mean(whole: LossAndGradient, parts: list[LossAndGradient]) -> b
     if not 0 < weight < 1:
         return False
     return nearly_equal(whole.gradient, weight * one.gradient + (1 - weight) * other.gradient)
-
-
-def _statistic_of_order(view: View, halves: tuple[Indices, Indices]) -> str:
-    """Finds a loss with a gradient for few outputs, and for others in a half of the batch."""
-    whole = _outputs(view, tuple(range(view.setting.example_count)))
-    parts = [_outputs(view, half) for half in halves]
-    if whole is None or None in parts:
-        return ""
-    outputs, gradient = whole
-    used = gradient != 0
-    if not 0 < int(used.sum()) <= FEW_OUTPUTS * used.numel():
-        return ""
-    lost = False
-    for half, part in zip(halves, parts, strict=True):
-        assert part is not None
-        rows = list(half)
-        if part[0].shape != outputs[rows].shape or not nearly_equal(outputs[rows], part[0]):
-            return ""  # the model, or random numbers, make the outputs depend on the batch
-        lost |= bool(((part[1] != 0) & ~used[rows]).any())
-    if not lost:
-        return ""
-    return (
-        f"the loss depends on {int(used.sum())} of {used.numel()} outputs only, and on others for "
-        "a part of the batch"
-    )
-
-
-def _outputs(view: View, examples: Indices) -> tuple[Tensor, Tensor] | None:
-    """The outputs of the model for these examples, and the gradient of their loss by output."""
-    setting = view.setting
-    with view.time.gradient(len(examples)), warnings.catch_warnings(), without_planted_faults():
-        warnings.simplefilter("ignore")
-        try:
-            batch = take(setting.batch, examples, setting.case.batch_dims)
-            found = gradient_of_outputs(setting.case, batch, setting.computed_in)
-        except BadCase:
-            return None
-    if found is None or found[0].ndim == 0 or len(found[0]) != len(examples):
-        return None
-    return found if bool(torch.isfinite(found[1]).all()) else None

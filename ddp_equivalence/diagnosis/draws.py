@@ -31,7 +31,7 @@ from ddp_equivalence.diagnosis.example_gradients import ExampleGradients
 from ddp_equivalence.diagnosis.hypothesis import limits_by_name
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine, Setting
-from ddp_equivalence.diagnosis.time_left import DRAWS, OutOfTime
+from ddp_equivalence.diagnosis.time_left import DRAWS
 from ddp_equivalence.diagnosis.view import MeasuredGradients, View
 from ddp_equivalence.diagnosis.whereabouts.pieces import (
     Pieces,
@@ -111,12 +111,7 @@ def drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) ->
     """
     if not view.observed.records_draws or view.setting.step > 0:  # recorded in the first step
         return None
-    with view.time.counted(DRAWS):
-        try:
-            return _drawn_view(view, comparison, reference)
-        except OutOfTime:
-            view.time.leave_out(DRAWS)
-            return None
+    return view.time.within(DRAWS, lambda: _drawn_view(view, comparison, reference), None)
 
 
 def _drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -> DrawnView | None:
@@ -212,7 +207,8 @@ def _is_what_was_drawn(
     for part in table.parts:
         backward = view.observed.backwards(part.rank)[part.number]
         seen = backward.gradient
-        here, there = examples.of_part(part), view.examples.compute(part.examples)
+        here = examples.with_draws(part.examples, table.of_part(part))
+        there = view.examples.compute(part.examples)
         begun = backward.loss or 0.0
         right_losses &= _is_near(begun, here.loss) and not _is_near(begun, there.loss)
         if seen is None or len(seen) != len(view.expected):
@@ -241,10 +237,11 @@ def _divided_as_the_big_batch(
     if not table.differs_by_part:
         return examples
     everything = tuple(range(len(table.owners)))
-    owner = table.groups(everything)[0][0]
-    whole = examples.as_if_drawn_by(owner, everything).gradient
     groups = table.groups(everything)
-    alone = [examples.as_if_drawn_by(owner, group).gradient for _, group in groups]
+    whole, *alone = (
+        examples.with_draws(some, table.draws_for(some, groups[0][0])).gradient
+        for some in (everything, *(group for _, group in groups))
+    )
     for adds_up in (False, True):
         candidate = replace(examples, adds_up=adds_up)
         total = torch.stack(
@@ -333,7 +330,7 @@ def right_but_for_draws(
 def findings_of_drawn(drawn: DrawnView, comparison: Comparison) -> tuple[Finding, ...]:
     """The random numbers alone, if nothing else differs; otherwise the causes of what differs."""
     if not drawn.nothing_else_differs:
-        return diagnose(drawn.view, comparison, in_part=True)
+        return diagnose(drawn.view, comparison)
     view, because = drawn.view, SEEN
     hypothesis = OTHER_DRAWS
     if step_set_the_same_seed(view):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.training import Steps, Training
 from ddp_equivalence.comparison.gradients import ElementSample
-from ddp_equivalence.diagnosis.draw_table import DrawTable, Part
+from ddp_equivalence.diagnosis.draw_table import DrawTable
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -55,8 +55,7 @@ class ExampleGradients:
 
     ``expected``: the gradient of the big batch, shape (elements,). ``earlier_expected``: the
     gradients of the earlier steps' big batches. ``time``: counts what computing them takes; a
-    gradient that there is no time for raises OutOfTime. ``whole``: if these are the gradients of
-    some parameters only, the gradients of all, which are computed once for every part.
+    gradient that there is no time for raises OutOfTime.
     ``draws``: the random numbers that are drawn for every example, if they are given.
     ``adds_up``: the gradient of the big batch is then the sum of those of parts, not their mean.
     """
@@ -67,21 +66,8 @@ class ExampleGradients:
     earlier_expected: tuple[Tensor, ...] = ()
     cache: GradientCache = field(default_factory=dict)
     time: TimeLeft = field(default_factory=TimeLeft)
-    whole: ExampleGradients | None = None
     draws: DrawTable | None = None
     adds_up: bool = False
-
-    def only(self, names: Sequence[str]) -> ExampleGradients:
-        """The gradients of these parameters alone."""
-        positions = self.parameters.positions_of(names)
-        return replace(
-            self,
-            parameters=self.parameters.only(names),
-            expected=self.expected[positions],
-            earlier_expected=tuple(one[positions] for one in self.earlier_expected),
-            cache={},
-            whole=self,
-        )
 
     def gradient(self, examples: Indices) -> Tensor:
         """The gradient of these examples alone, shape (elements,); NaN if they have no loss."""
@@ -101,16 +87,13 @@ class ExampleGradients:
 
         Raises OutOfTime.
         """
-        if self.whole is not None:
-            return self.whole.draws_random_numbers
         if self.draws is not None:
             return False  # they are given
         everything = tuple(range(self.setting.example_count))
         known = [one for (part, _), one in self.cache.items() if part and one.loss == one.loss]
         if not (known or [self.compute(everything)])[0].drew:
             return False
-        with self._computing(everything):
-            other = self._compute(everything, b"", other_numbers=True)
+        other = self._computed(everything, Conditions(other_numbers=True))
         return not nearly_equal(other.gradient, self.compute(everything).gradient)
 
     def data_independent_gradient(self) -> Tensor | None:
@@ -118,36 +101,60 @@ class ExampleGradients:
         gradient = self.gradient(())
         return gradient if bool(gradient.isfinite().all()) and bool(gradient.any()) else None
 
-    def compute(self, examples: Indices, generator: bytes = b"") -> LossAndGradient:
+    def compute(
+        self,
+        examples: Indices,
+        generator: bytes = b"",
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> LossAndGradient:
         """The loss and gradient of these examples alone.
 
         ``generator``: the state that torch's generator gets before the forward pass; if it is
-        empty, the generator starts from the seed of the step.
+        empty, the generator starts from the seed of the step. ``buffers``: what the buffers of the
+        model hold; with such values it is not remembered.
         """
         key = examples, generator
-        if key not in self.cache and self.whole is not None:
-            whole = self.whole.compute(examples, generator)
-            positions = self.whole.parameters.positions_of(self.parameters.names)
-            self.cache[key] = LossAndGradient(whole.loss, whole.gradient[positions], whole.drew)
-        if key not in self.cache:
-            with self._computing(examples):
-                self.cache[key] = self._compute(examples, generator)
-        return self.cache[key]
+        if buffers is None and key in self.cache:
+            return self.cache[key]
+        found = self._as_drawn(examples, Conditions(generator, buffers=buffers))
+        if buffers is None:
+            self.cache[key] = found
+        return found
 
-    def with_buffers(
-        self, examples: Indices, generator: bytes, buffers: Mapping[str, Tensor]
-    ) -> LossAndGradient:
-        """The same with these values in the buffers of the model. It is not remembered."""
-        if self.whole is not None:
-            whole = self.whole.with_buffers(examples, generator, buffers)
-            positions = self.whole.parameters.positions_of(self.parameters.names)
-            return LossAndGradient(whole.loss, whole.gradient[positions], whole.drew)
-        with self._computing(examples):
-            return self._compute(examples, generator, buffers=buffers)
+    def _as_drawn(self, examples: Indices, conditions: Conditions) -> LossAndGradient:
+        """The loss and gradient under these conditions, with the draws of the examples if they are
+        given: what ranks that read the same draw is averaged.
+        """
+        table = self.draws
+        if table is None:
+            return self._computed(examples, conditions)
+        if parts := table.parts_of(examples):
+            draws = [(1 / len(parts), examples, table.of_part(part)) for part in parts]
+        else:
+            groups = table.groups(examples)
+            draws = [
+                (self.weight_of(len(group), len(examples)), group, table.draws_for(group, owner))
+                for owner, group in groups
+            ]
+        found = [
+            (weight, self._computed(some, replace(conditions, draws=tuple(drawn), generator=b"")))
+            for weight, some, drawn in draws
+        ]
+        loss = sum(weight * one.loss for weight, one in found)
+        gradient = torch.stack([weight * one.gradient for weight, one in found]).sum(0)
+        return LossAndGradient(loss, gradient, True)
 
-    @contextmanager
-    def _computing(self, examples: Indices) -> Iterator[None]:
-        """The block computes a gradient. It may do so while a report is printed."""
+    def weight_of(self, some: int, examples: int) -> float:
+        """The weight of the gradient of some of these examples in the gradient of all."""
+        return 1.0 if self.adds_up or some == examples else some / examples
+
+    def with_draws(self, examples: Indices, draws: Sequence[Draw]) -> LossAndGradient:
+        """The loss and gradient of these examples, for which this is drawn."""
+        return self._computed(examples, Conditions(draws=tuple(draws)))
+
+    def _computed(self, examples: Indices, conditions: Conditions) -> LossAndGradient:
+        """The loss and gradient, computed now. That may be while a report is printed."""
+        setting, sample = self.setting, self.parameters.sample
         with (
             self.time.gradient(len(examples)),
             warnings.catch_warnings(),
@@ -155,94 +162,19 @@ class ExampleGradients:
             without_planted_faults(),
         ):
             warnings.simplefilter("ignore")  # a single example may be too few for the loss
-            yield
-
-    def _compute(
-        self,
-        examples: Indices,
-        generator: bytes,
-        other_numbers: bool = False,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> LossAndGradient:
-        if self.draws is None:
-            return self._of_draws(examples, generator, other_numbers, buffers)
-        if parts := self.draws.parts_of(examples):  # ranks that read the same draw other numbers
-            of_parts = [
-                self._of_draws(examples, b"", False, buffers, tuple(self.draws.of_part(part)))
-                for part in parts
-            ]
-            return LossAndGradient(
-                sum(one.loss for one in of_parts) / len(of_parts),
-                torch.stack([one.gradient for one in of_parts]).mean(0),
-                True,
-            )
-        groups = self.draws.groups(examples)
-        of_groups = [
-            self._of_draws(
-                of_group, b"", False, buffers, tuple(self.draws.draws_for(of_group, owner))
-            )
-            for owner, of_group in groups
-        ]
-        if len(groups) == 1:
-            return of_groups[0]
-        weights = [self.weight_of(len(of_group), len(examples)) for _, of_group in groups]
-        pairs = list(zip(weights, of_groups, strict=True))
-        return LossAndGradient(
-            sum(weight * one.loss for weight, one in pairs),
-            torch.stack([weight * one.gradient for weight, one in pairs]).sum(0),
-            True,
-        )
-
-    def weight_of(self, some: int, examples: int) -> float:
-        """The weight of the gradient of some of these examples in the gradient of all."""
-        return 1.0 if self.adds_up else some / examples
-
-    def drawn_for(self, examples: Indices) -> list[Draw] | None:
-        """The random numbers for these examples; None if none are given, or not to all at once."""
-        groups = [] if self.draws is None else self.draws.groups(examples)
-        if self.draws is None or len(groups) != 1:
-            return None
-        return self.draws.draws_for(examples, groups[0][0])
-
-    def of_part(self, part: Part) -> LossAndGradient:
-        """The loss and gradient of a part, with the random numbers that were drawn for it."""
-        assert self.draws is not None
-        with self._computing(part.examples):
-            return self._of_draws(part.examples, b"", False, None, tuple(self.draws.of_part(part)))
-
-    def as_if_drawn_by(self, owner: int, examples: Indices) -> LossAndGradient:
-        """The same of any examples, with the numbers of one part where examples share them."""
-        assert self.draws is not None
-        with self._computing(examples):
-            draws = tuple(self.draws.draws_for(examples, owner))
-            return self._of_draws(examples, b"", False, None, draws)
-
-    def _of_draws(
-        self,
-        examples: Indices,
-        generator: bytes,
-        other_numbers: bool,
-        buffers: Mapping[str, Tensor] | None,
-        draws: tuple[Draw, ...] | None = None,
-    ) -> LossAndGradient:
-        setting, sample, drawn = self.setting, self.parameters.sample, Drawn()
-        try:
-            loss, gradients = loss_and_gradient_of(
-                setting.case,
-                take(setting.batch, examples, setting.case.batch_dims),
-                setting.earlier_batches,
-                setting.training,
-                generator,
-                other_numbers,
-                drawn,
-                buffers,
-                draws,
-                setting.computed_in,
-            )
-        except BadCase:
-            return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))
+            try:
+                loss, gradients, drew = loss_and_gradient_of(
+                    setting.case,
+                    take(setting.batch, examples, setting.case.batch_dims),
+                    setting.earlier_batches,
+                    setting.training,
+                    conditions,
+                    setting.computed_in,
+                )
+            except BadCase:
+                return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))
         compared = {name: value for name, value in gradients.items() if name in sample.sizes}
-        return LossAndGradient(loss, setting.scale * sample.of(compared), drawn.anything)
+        return LossAndGradient(loss, setting.scale * sample.of(compared), drew)
 
 
 # The loss and gradient of some examples alone; every prediction is made of these.
@@ -251,28 +183,30 @@ OTHER_SEED = 7_919
 """Added to a seed, it gives the seed of other random numbers."""
 
 
-@dataclass
-class Drawn:
-    """``anything``: a forward pass drew numbers from a generator of torch, numpy or random."""
+@dataclass(frozen=True)
+class Conditions:
+    """What a forward pass finds beside its examples.
 
-    anything: bool = False
+    ``generator``: the state that torch's generator gets before it; empty means the usual state.
+    ``other_numbers``: let all generators draw others than usual. ``buffers``: what the model's
+    buffers hold before the last forward pass, if it is not what the earlier ones have left.
+    ``draws``: the random numbers that everything draws; the loss and gradient are NaN if it draws
+    others.
+    """
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Notice inside the block whether the states of the generators change."""
-        torch_state, numpy_state = torch.get_rng_state(), _numpy_position()
-        python_state = random.getstate()
-        yield
-        self.anything |= (
-            numpy_state != _numpy_position()
-            or python_state != random.getstate()
-            or not torch.equal(torch_state, torch.get_rng_state())
-        )
+    generator: bytes = b""
+    other_numbers: bool = False
+    buffers: Mapping[str, Tensor] | None = None
+    draws: tuple[Draw, ...] | None = None
 
 
-def _numpy_position() -> tuple[bytes, Any]:
-    state: Any = np.random.get_state()
-    return np.asarray(state[1]).tobytes(), state[2:]
+USUAL = Conditions()
+
+
+def _states_of_generators() -> tuple[object, ...]:
+    numpys: Any = np.random.get_state()
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return torchs, np.asarray(numpys[1]).tobytes(), numpys[2:], random.getstate()
 
 
 def loss_and_gradient_of(
@@ -280,57 +214,48 @@ def loss_and_gradient_of(
     batch: Any,
     earlier_batches: Sequence[Any] = (),
     training: Training | None = None,
-    generator: bytes = b"",
-    other_numbers: bool = False,
-    drawn: Drawn | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
-    draws: Sequence[Draw] | None = None,
+    conditions: Conditions = USUAL,
     computed_in: torch.dtype | None = torch.float64,
-) -> tuple[float, dict[str, Tensor | None]]:
-    """The loss of ``batch`` alone and its gradient by parameter name, as float64 numbers.
+) -> tuple[float, dict[str, Tensor | None], bool]:
+    """The loss of ``batch`` alone, its gradient by parameter name, as float64 numbers, and whether
+    a forward pass drew numbers from a generator of torch, numpy or random.
 
-    The weights are those that ``training`` on the ``earlier_batches`` leaves. ``generator`` is the
-    state that torch's generator gets before each forward pass; empty means the usual state.
-    ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
-    was drawn. ``buffers``: what the model's buffers hold before the last forward pass, if it is not
-    what the earlier ones have left. ``draws``: the random numbers that everything draws; NaN is
-    returned if it draws others. ``computed_in``: the dtype of model and batch; None for the case's.
-    Raises BadCase as the reference does, for instance if the loss needs more examples.
+    The weights are those that ``training`` on the ``earlier_batches`` leaves. ``computed_in``: the
+    dtype of model and batch; None for the case's. Raises BadCase as the reference does, for
+    instance if the loss needs more examples.
     """
-    loss = loss_of_the_case(case)
-    left = len(earlier_batches)
+    loss, left, drew = loss_of_the_case(case), len(earlier_batches), False
 
     def with_generators(model: nn.Module, batch: Any) -> Any:
-        nonlocal left
-        if buffers and not left:
-            _fill_buffers(model, buffers)
+        nonlocal left, drew
+        if conditions.buffers and not left:
+            _fill_buffers(model, conditions.buffers)
         left -= 1
-        if generator:
-            torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
-        if other_numbers:
+        if conditions.generator:
+            state = torch.frombuffer(bytearray(conditions.generator), dtype=torch.uint8)
+            torch.set_rng_state(state)
+        if conditions.other_numbers:
             seed = torch.initial_seed() + OTHER_SEED
             torch.default_generator.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
-        with (drawn or Drawn()).watching():
-            return loss(model, batch)
+        before = _states_of_generators()
+        value = loss(model, batch)
+        drew |= before != _states_of_generators()
+        return value
 
     batches = [in_dtype(one, computed_in) for one in (*earlier_batches, batch)]
-    model, replay = build_model(case).to(computed_in), DrawReplay(draws or ())
-    with nullcontext() if draws is None else replay.watching():
+    model, replay = build_model(case).to(computed_in), DrawReplay(conditions.draws or ())
+    with nullcontext() if conditions.draws is None else replay.watching():
         gradients, losses = train(
             case, model, batches, "gradients", training or Training(), with_generators
         )
-    last = len(batches) - 1
-    if draws is not None and not replay.complete:
-        return float("nan"), {
-            name: torch.full_like(one, torch.nan) for name, one in model.named_parameters()
-        }
-    return losses[-1], {
-        name: None if gradient is None else gradient.double()
-        for (step, name), gradient in gradients.items()
-        if step == last
-    }
+    of_last = {name: one for (step, name), one in gradients.items() if step == len(batches) - 1}
+    if conditions.draws is not None and not replay.complete:
+        missing = {name: torch.full_like(one, torch.nan) for name, one in model.named_parameters()}
+        return float("nan"), {**missing}, drew
+    doubles = {name: None if one is None else one.double() for name, one in of_last.items()}
+    return losses[-1], doubles, drew
 
 
 def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -339,32 +264,6 @@ def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         for name, buffer in model.named_buffers():
             if name in values and values[name].shape == buffer.shape:
                 buffer.copy_(values[name])
-
-
-def gradient_of_outputs(
-    case: Case, batch: Any, computed_in: torch.dtype | None
-) -> tuple[Tensor, Tensor] | None:
-    """What the model returns for ``batch``, and the gradient of the loss with respect to it.
-
-    ``computed_in``: as above. None unless the loss calls the model once, and the model returns one
-    tensor. Raises BadCase as the reference does.
-    """
-    outputs: list[Any] = []
-    model = build_model(case).to(computed_in)
-
-    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.retain_grad()
-        outputs.append(output)
-
-    handle = model.register_forward_hook(keep)
-    try:
-        train(case, model, [in_dtype(batch, computed_in)], "gradients", Training())
-    finally:
-        handle.remove()
-    if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].grad is None:
-        return None
-    return outputs[0].detach().double(), outputs[0].grad.double()
 
 
 # The parts of the big batch whose gradients the ranks average.
@@ -460,16 +359,9 @@ class ParameterElements:
     """All parameters, flattened and joined to one vector of shape (elements,).
 
     If the model is too large, ``sample`` keeps only every n-th element of each parameter.
-    ``of_model``: the number of elements of the whole model, if these are some parameters only.
     """
 
     sample: ElementSample[str]
-    of_model: int = 0
-
-    @property
-    def whole_total(self) -> int:
-        """The number of elements of the whole model, also where these are some parameters only."""
-        return self.of_model or self.total
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -498,10 +390,6 @@ class ParameterElements:
         """The positions of these parameters' elements in a vector."""
         places = [self.places[name] for name in names]
         return torch.cat([torch.arange(place.start, place.stop) for place in places])
-
-    def only(self, names: Sequence[str]) -> ParameterElements:
-        """The elements of these parameters alone."""
-        return ParameterElements(self.sample.only(names), self.whole_total)
 
     def combined(self, inside: Tensor, outside: Tensor, names: frozenset[str]) -> Tensor:
         """The values of ``inside`` for these parameters, and of ``outside`` for all others."""

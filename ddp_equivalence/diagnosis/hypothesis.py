@@ -119,8 +119,8 @@ class Hypothesis:
     What kind of mistake it is: ``of_the_loss``: a wrong count or a wrong loss may bring it about.
     ``of_a_number``: its faulty line multiplies or divides by a number. ``wrong_divisor``: the right
     divisor corrects it, so that its report says whose mean the big batch is. ``of_place``: a right
-    line stands, or is called from, at the wrong place. ``of_a_module``: it may reach one module and
-    leave all others right. ``of_rows``: it says itself which examples were read again, or by none.
+    line stands, or is called from, at the wrong place. ``of_rows``: it says
+    itself which examples were read again, or by none.
     """
 
     name: str
@@ -141,7 +141,6 @@ class Hypothesis:
     of_a_number: bool = False
     wrong_divisor: bool = False
     of_place: bool = False
-    of_a_module: bool = False
     of_rows: bool = False
 
     @property
@@ -269,18 +268,12 @@ def losses_of_backwards(view: View) -> list[tuple[float, float]] | None:
 
     A backward without one of these losses is left out. None if no backward has both.
     """
-    if view.observed.examples_read is None:
-        return None
-    pairs = []
-    for rank, micro_batches in enumerate(view.observed.examples_read):
-        begun_at = [call.loss for call in view.observed.backwards(rank)]
-        if len(begun_at) != len(micro_batches):
-            return None
-        for value, examples in zip(begun_at, micro_batches, strict=True):
-            own = view.examples.loss(examples)
-            if value is None or value != value or own != own:
-                continue
-            pairs.append((value, own))
+    pairs = [
+        (begun, own)
+        for of_rank in view.losses_of_backwards or ()
+        for begun, own in of_rank
+        if begun is not None and begun == begun and own == own
+    ]
     return pairs or None
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
+from ddp_equivalence.diagnosis.residual import nearest_factor, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
@@ -56,8 +56,8 @@ def nearest_mean(view: View) -> Over:
 
     def rest(over: Over) -> float:
         mean, held = means[over], view.measured.by_rank.mean(0)
-        square = float(mean @ mean)
-        return unexplained(held, float(held @ mean) / square * mean) if square > 0 else 1.0
+        factor = nearest_factor(held, mean)
+        return 1.0 if factor is None else unexplained(held, factor * mean)
 
     return min(means, key=rest)
 

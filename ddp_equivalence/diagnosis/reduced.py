@@ -34,7 +34,7 @@ def gradients_were_reduced(view: View) -> bool | None:
     reduced = view.observed.reduced_floats
     if reduced is None:
         return None
-    total = view.parameters.whole_total
+    total = view.parameters.total
     accounted = []
     for rank in view.observed.by_rank:
         by_contents = [
@@ -146,7 +146,7 @@ def reduced_only_in_subgroups(view: View) -> bool:
     size = _ranks_of_ddp(view)
     if size is not None and size < view.world_size and not view.observed.calls.reductions:
         return True
-    if not view.observed.covers_every_rank or view.observed.reduced_elements is None:
+    if not view.observed.covers_every_rank or view.observed.reduced_floats is None:
         return False
     for seen in view.observed.by_rank.values():
         reductions = [

@@ -12,8 +12,9 @@ from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.comparison.rounding import Expected
-from ddp_equivalence.diagnosis.time_left import BY_EXAMPLE, BY_RANK, OutOfTime
-from ddp_equivalence.diagnosis.view import WORST_CONDITION, View
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, WORST_CONDITION, fitted_mixture
+from ddp_equivalence.diagnosis.time_left import BY_EXAMPLE, BY_RANK
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 MAX_EXAMPLES = 1024
@@ -63,8 +64,7 @@ def shares_of(view: View) -> Shares | NoShares:
     if len(examples) > MAX_EXAMPLES or len(examples) * elements > MAX_VALUES:
         fit = NoShares(f"{len(examples)} examples are too many to fit one by one")
     else:
-        with view.time.counted(BY_EXAMPLE):
-            fit = _fit_in_time(view, [(index,) for index in examples], "examples", BY_EXAMPLE)
+        fit = _fit_in_time(view, [(index,) for index in examples], "examples", BY_EXAMPLE)
     if isinstance(fit, ShareFit):
         piece_of = {index: n for n, index in enumerate(examples)}
         return _shares(view, fit, "examples", piece_of, fit.by_rank)
@@ -84,12 +84,8 @@ def _fit_in_time(
     view: View, pieces: Sequence[Indices], name: str, part: str
 ) -> ShareFit | NoShares:
     """The fit, unless there is no time for it. ``part``: its name if it is left out."""
-    try:
-        view.time.require()
-        return fit_shares(view, pieces, name)
-    except OutOfTime:
-        view.time.leave_out(part)
-        return NoShares(f"the deadline of {view.time.deadline:g} s left no time for it")
+    no_time = NoShares(f"the deadline of {view.time.deadline:g} s left no time for it")
+    return view.time.within(part, lambda: fit_shares(view, pieces, name), no_time)
 
 
 def _shares(
@@ -137,9 +133,6 @@ def _mean(shares: list[float | None]) -> float | None:
 # alone, solve measured = sum_i s_i g_i, and the same for the big batch. The ratio of the two
 # solutions is the share of the piece.
 
-MOST_UNEXPLAINED = 1e-6
-"""The part of the big batch's gradient that rounding may leave unexplained by its own pieces."""
-
 MOST_LEFT = 0.3
 """If a fit leaves more of what a rank holds, its shares are noise."""
 
@@ -175,13 +168,11 @@ class ShareFit:
 class NoShares:
     """The shares cannot be determined; ``reason`` says why, in words.
 
-    ``loss_is_no_sum``: True if the big batch's gradient is not a sum over its pieces, because the
-    loss or the model compares examples with each other. ``left_over``: the part of what a rank
-    holds that no mixture of the pieces, and so of larger pieces, explains; 0 if that is not why.
+    ``left_over``: the part of what a rank holds that no mixture of the pieces, and so of larger
+    pieces, explains; 0 if that is not why.
     """
 
     reason: str
-    loss_is_no_sum: bool = False
     left_over: float = 0.0
 
 
@@ -191,6 +182,7 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     Raises OutOfTime.
     ``name``: what the reason calls the pieces.
     """
+    view.time.require()
     positions = fitted_positions(view)
     if not view.measured.is_finite or not bool(view.expected.isfinite().all()):
         return NoShares("a gradient is not finite")
@@ -201,26 +193,24 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     usable = [n for n, g in enumerate(gradients) if bool(g.isfinite().all()) and bool(g.any())]
     if not usable:
         return NoShares(f"none of the {name} has a gradient of its own")
-    matrix = torch.stack([gradients[n] for n in usable], dim=1)
-    condition = _condition(matrix)
-    if condition is None or len(positions) < len(usable) + max(2, len(usable) // SPARE_PART):
+    matrix = torch.stack([gradients[n] for n in usable])
+    if len(positions) < len(usable) + max(2, len(usable) // SPARE_PART):
         return NoShares(
             f"{len(usable)} {name} cannot be told apart by only {len(positions)} elements"
         )
-    if condition > min(WORST_CONDITION, 0.5 / torch.finfo(view.setting.dtype).eps):
-        shown = text_of(condition, ".1e")
+    expected, measured = view.expected[positions], view.measured.by_rank[:, positions]
+    worst_condition = min(WORST_CONDITION, 0.5 / torch.finfo(view.setting.dtype).eps)
+    fit = fitted_mixture(matrix, torch.stack([expected, *measured]), worst_condition)
+    if fit.weights is None:
+        shown = text_of(fit.condition, ".1e")
         return NoShares(f"the gradients of the {name} are too alike (condition number {shown})")
-    expected = view.expected[positions]
-    measured = view.measured.by_rank[:, positions]
-    solution = torch.linalg.lstsq(matrix, torch.stack([expected, *measured], dim=1)).solution
-    in_big_batch, in_ranks = solution[:, 0], solution[:, 1:].T
-    left = _relative_norm(expected - matrix @ in_big_batch, expected)
-    if left > MOST_UNEXPLAINED:
-        words = "the ranks' shards" if name == "ranks" else name
+    in_big_batch, in_ranks = fit.weights[0], fit.weights[1:]
+    words = "the ranks' shards" if name == "ranks" else name
+    left = _relative_norm(expected - in_big_batch @ matrix, expected)
+    if left > NEGLIGIBLE:
         return NoShares(
             f"the loss is not a sum over {words}, whose gradients leave {text_of(left, '.2g')} of "
             "the big batch's gradient unexplained",
-            loss_is_no_sum=True,
         )
     if bool((in_big_batch.abs() < NO_SHARE * in_big_batch.abs().max()).any()):
         return NoShares(f"some {name} do not count in the big batch")
@@ -228,16 +218,15 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     for row, rank in enumerate(view.setting.reporting_ranks):
         shares = dict(zip(usable, (in_ranks[row] / in_big_batch).tolist(), strict=True))
         by_rank[rank] = tuple(shares.get(n) for n in range(len(pieces)))
-        residual = measured[row] - matrix @ in_ranks[row]
+        residual = measured[row] - in_ranks[row] @ matrix
         unexplained[rank] = _relative_norm(residual, measured[row])
     worst = max(unexplained.values())
     if worst > MOST_LEFT:
-        words = "the ranks' shards" if name == "ranks" else name
         return NoShares(
             f"no mixture of {words} comes near: {text_of(worst, '.2g')} of the norm is left over",
             left_over=worst,
         )
-    return ShareFit(by_rank, unexplained, condition)
+    return ShareFit(by_rank, unexplained, fit.condition)
 
 
 def fitted_positions(view: View) -> Tensor:
@@ -249,14 +238,6 @@ def fitted_positions(view: View) -> Tensor:
     if view.measured.only_some_parameters_differ:
         names = tuple(name for name in names if name in view.measured.differing)
     return view.parameters.positions_of(names)
-
-
-def _condition(matrix: Tensor) -> float | None:
-    """The condition number; None if there are fewer elements than pieces."""
-    if matrix.shape[0] < matrix.shape[1]:
-        return None
-    values = torch.linalg.svdvals(matrix)
-    return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
 
 
 def _relative_norm(residual: Tensor, whole: Tensor) -> float:

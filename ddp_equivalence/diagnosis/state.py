@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -314,23 +313,16 @@ def _few(names: Sequence[str]) -> str:
 NO_OPTIMIZER_STEP = "no_optimizer_step"
 
 
-class Seen(Protocol):
-    """What a verdict knows of the ranks."""
-
-    @property
-    def comparison(self) -> Comparison | None: ...
-    @property
-    def evidence(self) -> Mapping[int, Evidence]: ...
-    @property
-    def observed(self) -> Mapping[int, Observation]: ...
-
-
-def no_optimizer_step(request: Request, seen: Seen) -> Finding | None:
+def no_optimizer_step(
+    request: Request,
+    comparison: Comparison,
+    evidence: Mapping[int, Evidence],
+    observed: Mapping[int, Observation],
+) -> Finding | None:
     """The finding if no optimizer stepped in a step that trains, and no weight moved; else None."""
-    comparison, observed = seen.comparison, seen.observed
-    if not request.trains or any(one.optimizer_steps for one in seen.evidence.values()):
+    if not request.trains or any(one.optimizer_steps for one in evidence.values()):
         return None
-    if comparison is None or comparison.structure or not comparison.parameters:
+    if comparison.structure or not comparison.parameters:
         return None
     if any(error.ratio != 0 for one in comparison.parameters for error in one.by_rank):
         return None

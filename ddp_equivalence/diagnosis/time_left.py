@@ -7,16 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Computed = TypeVar("Computed")
+Otherwise = TypeVar("Otherwise")
 
 CAUSES = "known causes"
 TWO_CAUSES = "two causes at once"
 OBSERVED_CAUSES = "causes that were only observed"
-BY_MODULE = "causes by module"
 BY_EXAMPLE = "shares by example"
 BY_RANK = "shares by rank"
 DIVISORS = "what losses are divided by"
-WRONG_HALF = "the half of the step that is wrong"
-LOSS = "the loss of the big batch"
 WHEREABOUTS = "where the difference is"
 NEAREST = "nearest known fault"
 EDITS = "edits of the step"
@@ -84,6 +85,25 @@ class TimeLeft:
             if outer[0] is None:
                 self._spent, self._resumed = self._spent_until_now(), None
             self._part, self._detail = outer[1], ""
+
+    @contextmanager
+    def unless_out(self, part: str) -> Iterator[None]:
+        """Leave the block, and note the part, once there is no time for what is computed next."""
+        try:
+            yield
+        except OutOfTime:
+            self.leave_out(part)
+
+    def within(
+        self, part: str, compute: Callable[[], Computed], otherwise: Otherwise
+    ) -> Computed | Otherwise:
+        """What ``compute()`` returns; ``otherwise`` if there is no time for it, which is noted."""
+        with self.counted(part):
+            try:
+                return compute()
+            except OutOfTime:
+                self.leave_out(part)
+                return otherwise
 
     @property
     def seconds(self) -> float:

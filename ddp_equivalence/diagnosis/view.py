@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -27,7 +27,7 @@ from ddp_equivalence.diagnosis.example_gradients import (
     PartsByRank,
     without_ranks,
 )
-from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.residual import fitted_mixture, nearest_factor, nearly_equal
 from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
 from ddp_equivalence.diagnosis.setting import Setting, StepCalls
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -41,6 +41,10 @@ from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 # The view of one step that every hypothesis gets.
+
+
+MicroBatchGradients = tuple[tuple[Tensor, ...], ...]
+"""For every rank, what each of its micro-batches adds to its local gradient, shape (elements,)."""
 
 
 def _not_known() -> None:
@@ -125,19 +129,81 @@ class View:
     @cached_property
     def observed_gradients(self) -> MicroBatchGradients | None:
         """The gradients that each backward was seen to compute; None unless all ranks are known."""
-        return observed_micro_batches(self.parts, self.observed)
+        if not self.observed.covers_every_rank:
+            return None
+        by_rank = []
+        for rank in range(self.world_size):
+            gradients = tuple(
+                self.setting.scale * call.gradient
+                for call in self.observed.backwards(rank)
+                if call.gradient is not None
+            )
+            if any(len(gradient) != len(self.expected) for gradient in gradients):
+                return None
+            by_rank.append(gradients or (torch.zeros_like(self.expected),))
+        return tuple(by_rank)
 
     @cached_property
     def micro_batch_gradients(self) -> tuple[MicroBatchGradients, ...]:
-        """What each micro-batch may have added to its rank's local gradient: all candidates."""
-        return possible_micro_batches(self.parts, self.observed, self.observed_gradients)
+        """What each micro-batch may have added to its rank's local gradient: all candidates.
+
+        There are up to three: the gradients that were observed; the gradient of each part, divided
+        by the number of the rank's parts; and the gradient of the examples that were read,
+        multiplied by the loss at which backward began and divided by the loss of these examples.
+        """
+        candidates = [] if self.observed_gradients is None else [self.observed_gradients]
+        gradient = self.examples.gradient
+        if self.parts.by_rank is not None:
+            candidates.append(
+                tuple(
+                    tuple(gradient(part) / len(of_rank) for part in of_rank)
+                    for of_rank in self.parts.by_rank
+                )
+            )
+        losses, read = self.losses_of_backwards or (), self.observed.examples_read or ()
+        if losses and all(own and begun is not None for one in losses for begun, own in one):
+            candidates.append(
+                tuple(
+                    tuple(
+                        (begun or 0.0) / own * gradient(part)
+                        for (begun, own), part in zip(of_rank, parts, strict=True)
+                    )
+                    for of_rank, parts in zip(losses, read, strict=True)
+                )
+            )
+        return tuple(candidates)
+
+    @cached_property
+    def losses_of_backwards(self) -> tuple[tuple[tuple[float | None, float], ...], ...] | None:
+        """For every backward of every rank: the loss at which it began, None if that is unknown,
+        and that of the examples that it read.
+
+        None if it is not known what each of them read.
+        """
+        if self.observed.examples_read is None:
+            return None
+        by_rank = []
+        for rank, micro_batches in enumerate(self.observed.examples_read):
+            begun_at = [call.loss for call in self.observed.backwards(rank)]
+            if len(begun_at) != len(micro_batches):
+                return None
+            by_rank.append(
+                tuple(zip(begun_at, map(self.examples.loss, micro_batches), strict=True))
+            )
+        return tuple(by_rank)
 
     @cached_property
     def local_gradients(self) -> tuple[Tensor, ...]:
         """What each rank may have computed before any reduction: all candidates, the likeliest
-        first, each of shape (world size, elements).
+        first, each of shape (world size, elements) and finite.
         """
-        return sums_over_micro_batches(self.micro_batch_gradients)
+        distinct: list[Tensor] = []
+        for by_rank in self.micro_batch_gradients:
+            local = torch.stack([torch.stack(micro_batches).sum(0) for micro_batches in by_rank])
+            is_new = not any(nearly_equal(local, earlier) for earlier in distinct)
+            if bool(local.isfinite().all()) and is_new:
+                distinct.append(local)
+        return tuple(distinct)
 
     @cached_property
     def weights_of_ranks(self) -> Tensor | None:
@@ -159,25 +225,6 @@ class View:
         if not self.setting.sums_in_nodes or layout.nodes == layout.world_size:
             return []
         return [local.sum(0) / layout.nodes for local in self.local_gradients]
-
-    def only(self, names: Sequence[str]) -> View:
-        """The view of these parameters alone."""
-        examples = self.examples.only(names)
-        positions = self.parameters.positions_of(names)
-        return View(
-            setting=self.setting,
-            parameters=examples.parameters,
-            examples=examples,
-            parts=BatchParts(self.parts.by_rank, examples),
-            measured=MeasuredGradients(
-                self.measured.by_rank[:, positions],
-                self.measured.differing.intersection(names),
-                examples.expected,
-                examples.parameters,
-            ),
-            observed=self.observed.only(positions),
-            factor_on_one_rank=self.factor_on_one_rank,
-        )
 
 
 # What the ranks of a request are compared with.
@@ -309,9 +356,6 @@ def _read_own_shards(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
 
 # The gradients that the ranks were measured to hold.
 
-WORST_CONDITION = 1e8
-"""The condition number beyond which gradients are too alike to be told apart."""
-
 
 @dataclass(frozen=True)
 class MeasuredGradients:
@@ -348,10 +392,7 @@ class MeasuredGradients:
     @cached_property
     def factor(self) -> float | None:
         """The number k for which k times the big batch is nearest to what the ranks hold."""
-        square = float(self.expected @ self.expected)
-        if not square or not self.is_finite:
-            return None
-        return float((self.by_rank @ self.expected).mean()) / square
+        return nearest_factor(self.by_rank, self.expected.expand_as(self.by_rank))
 
     def weights_of(self, gradients: Tensor) -> Tensor | None:
         """The weight of each of these gradients in what each rank holds, by least squares.
@@ -359,105 +400,7 @@ class MeasuredGradients:
         ``gradients``: shape (gradients, elements). Returns shape (reporting ranks, gradients), or
         None where the gradients cannot be told apart.
         """
-        if not bool(gradients.isfinite().all()):
-            return None
-        if gradients.shape[0] > gradients.shape[1] or not self.is_finite:
-            return None
-        singular = torch.linalg.svdvals(gradients)
-        if float(singular[-1]) * WORST_CONDITION < float(singular[0]):
-            return None
-        solution: Tensor = torch.linalg.lstsq(gradients.T, self.by_rank.T).solution
-        return solution.T
-
-
-# Candidates for every rank's own gradient before any reduction: observed or computed ones.
-
-MicroBatchGradients = tuple[tuple[Tensor, ...], ...]
-"""For every rank, what each of its micro-batches adds to its local gradient, shape (elements,)."""
-
-
-def observed_micro_batches(parts: BatchParts, observed: ObservedStep) -> MicroBatchGradients | None:
-    """The gradients that each backward was seen to compute; None unless all ranks are known."""
-    if not observed.covers_every_rank:
-        return None
-    expected = parts.examples.expected
-    by_rank = []
-    for rank in range(observed.setting.world_size):
-        gradients = tuple(
-            observed.setting.scale * call.gradient
-            for call in observed.backwards(rank)
-            if call.gradient is not None
-        )
-        if any(len(gradient) != len(expected) for gradient in gradients):
-            return None
-        by_rank.append(gradients or (torch.zeros_like(expected),))
-    return tuple(by_rank)
-
-
-def possible_micro_batches(
-    parts: BatchParts, observed: ObservedStep, observed_gradients: MicroBatchGradients | None
-) -> tuple[MicroBatchGradients, ...]:
-    """What each micro-batch may have added to the rank's local gradient.
-
-    There are up to three candidates: the gradients that were observed; the gradient of each part,
-    divided by the number of the rank's parts; and the gradient of the examples that were read,
-    multiplied by the loss at which backward began and divided by the loss of these examples.
-    """
-    candidates = [] if observed_gradients is None else [observed_gradients]
-    gradient = parts.examples.gradient
-    if parts.by_rank is not None:
-        candidates.append(
-            tuple(
-                tuple(gradient(part) / len(of_rank) for part in of_rank)
-                for of_rank in parts.by_rank
-            )
-        )
-    ratios = loss_ratios(parts, observed)
-    if ratios is not None and observed.examples_read is not None:
-        candidates.append(
-            tuple(
-                tuple(
-                    ratio * gradient(part)
-                    for ratio, part in zip(ratios_of_rank, parts_read, strict=True)
-                )
-                for ratios_of_rank, parts_read in zip(ratios, observed.examples_read, strict=True)
-            )
-        )
-    return tuple(candidates)
-
-
-def sums_over_micro_batches(candidates: tuple[MicroBatchGradients, ...]) -> tuple[Tensor, ...]:
-    """For each candidate, the sum over each rank's micro-batches, shape (world size, elements).
-
-    Duplicates are left out, and so are sums that are not finite.
-    """
-    distinct: list[Tensor] = []
-    for by_rank in candidates:
-        local = torch.stack([torch.stack(micro_batches).sum(0) for micro_batches in by_rank])
-        is_new = not any(nearly_equal(local, earlier) for earlier in distinct)
-        if bool(local.isfinite().all()) and is_new:
-            distinct.append(local)
-    return tuple(distinct)
-
-
-def loss_ratios(parts: BatchParts, observed: ObservedStep) -> tuple[tuple[float, ...], ...] | None:
-    """For every backward of every rank, the loss at which it began over that of its examples.
-
-    None if one of these losses is unknown, or if the loss of some examples is zero.
-    """
-    if observed.examples_read is None:
-        return None
-    by_rank = []
-    for rank, micro_batches in enumerate(observed.examples_read):
-        begun_at = [call.loss for call in observed.backwards(rank)]
-        if len(begun_at) != len(micro_batches):
-            return None
-        losses = [parts.examples.loss(examples) for examples in micro_batches]
-        if not all(losses) or any(loss is None for loss in begun_at):
-            return None
-        pairs = zip(begun_at, losses, strict=True)
-        by_rank.append(tuple(begun / loss for begun, loss in pairs if begun is not None))
-    return tuple(by_rank)
+        return fitted_mixture(gradients, self.by_rank).weights
 
 
 # What the ranks were seen to do in the step when it ran a second time.
@@ -482,17 +425,6 @@ class ObservedStep:
     left_other_bits: bool = False
     first_run: Mapping[int, tuple[Collective, ...] | None] = field(default_factory=dict)
     examples_computed: PartsByRank | None = None
-
-    def only(self, positions: Tensor) -> ObservedStep:
-        """The same observations, with these elements of the gradients that were computed."""
-        by_rank = {}
-        for rank, seen in self.by_rank.items():
-            backwards = tuple(
-                one if one.gradient is None else replace(one, gradient=one.gradient[positions])
-                for one in seen.backwards
-            )
-            by_rank[rank] = replace(seen, backwards=backwards)
-        return replace(self, by_rank=by_rank)
 
     @property
     def covers_every_rank(self) -> bool:
@@ -583,39 +515,23 @@ class ObservedStep:
         return [wrapper for seen in self.by_rank.values() for wrapper in seen.wrappers]
 
     @property
-    def reduced_elements(self) -> int | None:
-        """The number of elements that every rank, at least, all-reduced or reduce-scattered.
+    def reduced_floats(self) -> int | None:
+        """How many elements every rank, at least, all-reduced or reduce-scattered, without tensors
+        of whole numbers. The first run is used if need be.
 
         None if that is not known, because torch's flight recorder is missing or has lost entries.
         """
-        known = self._known_logs
-        if known is None:
-            return None
-        return min(sum(entry.elements for entry in log if "reduce" in entry.op) for log in known)
-
-    @property
-    def reduced_floats(self) -> int | None:
-        """The same number without tensors of whole numbers. The first run is used if need be."""
-        known = self._known_logs
-        if known is None:
-            return None
-        return min(
+        logs = [seen.collectives for seen in self.by_rank.values()] or [*self.first_run.values()]
+        totals = [
             sum(
                 entry.elements
                 for entry in log
                 if "reduce" in entry.op and entry.dtype.rpartition(":")[2] not in WHOLE_NUMBERS
             )
-            for log in known
-        )
-
-    @property
-    def _known_logs(self) -> list[tuple[Collective, ...]] | None:
-        """What each rank issued; None unless it is known of every rank."""
-        logs = [seen.collectives for seen in self.by_rank.values()] or [*self.first_run.values()]
-        known = [
-            log for log in logs if log is not None and all(entry.op != FORGOTTEN for entry in log)
+            for log in logs
+            if log is not None and all(entry.op != FORGOTTEN for entry in log)
         ]
-        return known if known and len(known) == len(logs) else None
+        return min(totals) if totals and len(totals) == len(logs) else None
 
     @property
     def a_rank_gathered(self) -> bool:

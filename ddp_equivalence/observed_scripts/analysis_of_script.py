@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.draws import ReferenceDraws
 from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.view import View, with_measurement
@@ -29,7 +30,12 @@ class AnalysisOfScript(Analysis):
 
     def compare_with(self, one_process: BesideOneRank | None) -> None:
         """Let the lines at which the ranks part from one process be among those that are shown."""
-        self._beside = one_process
+        self.beside = one_process
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """All explanations of the difference, best first."""
+        return self.explanations
 
     @property
     def order_matters(self) -> bool:

@@ -15,7 +15,6 @@ from ddp_equivalence.diagnosis.examples_read import short_numbers
 from ddp_equivalence.report.text import (
     Line,
     labelled,
-    listed,
     paragraph,
     plural,
     rank_names,
@@ -29,28 +28,12 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
 
-HALVES = {
-    "reduction": "how the ranks' gradients are reduced. Their local gradients are right: the mean "
-    "or the sum of these is the big batch",
-    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' local "
-    "gradients are reduced correctly, but their mean or sum is not the big batch",
-}
-"""Where to look for a difference without a known cause, by ``Localisation.wrong_half``."""
-
-STATISTICS = (
-    "; a mean, variance or comparison over the batch (a normalisation, in-batch negatives) may see "
-    "only the rank's own rows"
-)
-
 MIXTURE = 1e-6
 """An unexplained part below this is rounding: the gradient is a mixture of single gradients."""
 
 ORDINALS = ("First", "Second", "Third", "Fourth")
 COUNTS = {2: "two", 3: "three", 4: "four"}
 """Two causes that change the gradient, a collective that was not waited for, and masks."""
-
-MOST_MODULES = 4
-MOST_WEIGHTS = 4
 
 
 def cause_lines(verdict: Verdict) -> list[Line]:
@@ -74,21 +57,8 @@ def cause_lines(verdict: Verdict) -> list[Line]:
 
 def _without_a_cause(verdict: Verdict) -> list[Line]:
     """What is known about a difference that has no name."""
-    localisation = verdict.localisation
     known = "; ".join(_known(verdict))
-    lines = labelled("What is known: ", known and f"{known}.")
-    for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
-        where = f"On the parameters of {module or 'the model itself'} alone"
-        fits = "the cause is" if finding.because else "the numbers, and nothing that was seen, fit"
-        lines += paragraph(f"{where} {fits} {finding.cause}: {finding.sentence}", "  ")
-        lines += labelled("Look at: ", finding.look_at)
-    if localisation.wrong_half:
-        why = verdict.why_no_shares
-        is_coupled = why is not None and why.loss_is_no_sum  # the loss compares examples
-        no_sum = localisation.wrong_half == "local gradients" and is_coupled
-        half = HALVES[localisation.wrong_half]
-        lines += labelled("Look at: ", f"{half}{STATISTICS if no_sum else ''}")
-    return lines
+    return labelled("What is known: ", known and f"{known}.")
 
 
 def _place(file: str, number: int) -> str:
@@ -97,7 +67,7 @@ def _place(file: str, number: int) -> str:
 
 def _known(verdict: Verdict) -> Iterator[str]:
     """Facts about a difference without a known cause, as clauses of one sentence."""
-    comparison, localisation = verdict.comparison, verdict.localisation
+    comparison = verdict.comparison
     assert comparison is not None
     yield from _not_finite(verdict, comparison)
     yield from _mixture(verdict)
@@ -105,13 +75,6 @@ def _known(verdict: Verdict) -> Iterator[str]:
         yield "the ranks hold different values"
     if verdict.repeated is False:
         yield "a second run left other bits, so there is a race, or randomness without a seed"
-    if localisation.weight_multiples:
-        factors = (text_of(factor, ".2g") for factor in localisation.weight_multiples.values())
-        yield (
-            f"the error of {listed(localisation.weight_multiples, MOST_WEIGHTS)} is "
-            f"{', '.join(dict.fromkeys(factors))} times the weights themselves, so that weight "
-            "decay or a penalty is not the same as in the big batch"
-        )
 
 
 def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
@@ -255,7 +218,6 @@ def how_sure(verdict: Verdict) -> str:
 # On the screen: where a difference without a known cause comes from.
 
 MOST_NAMES = 3
-MOST_CERTAIN = 2
 
 
 def where_it_lies(verdict: Verdict) -> Iterator[str]:
@@ -270,17 +232,6 @@ def where_it_lies(verdict: Verdict) -> Iterator[str]:
     elif found is not None:
         yield " ".join(filter(None, [found.beside_one_rank, found.marks]))
         yield found.sentence
-    by_module = (localisation.findings_by_module or {}).items()
-    certain = [(module, one.cause) for module, one in by_module if not one.fitted]
-    for module, cause in certain[:MOST_CERTAIN]:
-        name = module or "the model itself"
-        yield f"On the parameters of {name} alone, the numbers fit {cause}."
-    multiples, comparison = localisation.weight_multiples, verdict.comparison
-    differing = [one.name for one in comparison.differing] if comparison is not None else []
-    if multiples and differing and multiples.keys() >= set(differing):  # of a few, it may be chance
-        factors = ", ".join(dict.fromkeys(text_of(multiples[name], ".2g") for name in differing))
-        error = f"The error of {listed(differing, MOST_NAMES)} is {factors} times the weights"
-        yield f"{error}: look at weight decay and penalties."
 
 
 # What a reader must know beside the cause and the numbers.

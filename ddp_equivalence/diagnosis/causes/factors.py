@@ -521,7 +521,6 @@ MEAN_NOT_SUM = Hypothesis(
     limits_must_catch=True,
     of_the_loss=True,
     wrong_divisor=True,
-    of_a_module=True,
 )
 
 SUM_NOT_MEAN = Hypothesis(
@@ -542,7 +541,6 @@ SUM_NOT_MEAN = Hypothesis(
     of_the_loss=True,
     of_a_number=True,
     wrong_divisor=True,
-    of_a_module=True,
 )
 
 AVERAGED_TWICE = Hypothesis(
@@ -563,7 +561,6 @@ AVERAGED_TWICE = Hypothesis(
     of_a_number=True,
     wrong_divisor=True,
     of_place=True,
-    of_a_module=True,
 )
 
 LOCAL_WORLD_SIZE = Hypothesis(
@@ -585,7 +582,6 @@ LOCAL_WORLD_SIZE = Hypothesis(
     words=_words_of_node,
     of_the_loss=True,
     wrong_divisor=True,
-    of_a_module=True,
 )
 
 WRONG_NUMBER = Hypothesis(
@@ -600,5 +596,4 @@ WRONG_NUMBER = Hypothesis(
     indication=_one_divisor,
     lines=_lines_of_wrong_divisor,
     mend="divide by {ranks}, which is dist.get_world_size().",
-    of_a_module=True,
 )

@@ -460,7 +460,6 @@ LEFT_OUT = (
         held=_without_ranks,
         lines=_lines_of_left_out,
         mend=_mend_left_out,
-        of_a_module=True,
     ),
     Hypothesis(
         name="node_left_out",

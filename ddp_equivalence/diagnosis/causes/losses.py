@@ -15,8 +15,7 @@ from ddp_equivalence.diagnosis.divisors import (
     RatioOfCounts,
     class_weights,
     counts_by_rank,
-    counts_of_parts,
-    is_weighted_mean,
+    counts_that_fit,
     ratio_of_counts,
 )
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
@@ -188,10 +187,8 @@ def unit_of_means(view: View) -> str | None:
 def _divisor(view: View) -> str | ClassWeights | None:
     """The unit of the count, or the weights of classes, by which the loss divides, if known."""
     parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
-    for unit, counts in counts_of_parts(view, parts).items():
-        if sum(counts) > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
-            return unit
-    return class_weights(view, parts)
+    unit = next((unit for unit, _ in counts_that_fit(view, parts)), None)
+    return class_weights(view, parts) if unit is None else unit
 
 
 def _of_micro_batches(view: View) -> bool:
@@ -287,9 +284,8 @@ def _amounts(view: View) -> tuple[str, list[float]] | None:
     None if all nodes hold equally much of it, or if it is not known.
     """
     parts = _examples_of_nodes(view)
-    for unit, counts in counts_of_parts(view, parts).items():
-        if sum(counts) > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
-            return (unit, counts) if max(counts) > min(counts) else None
+    for unit, counts in counts_that_fit(view, parts):
+        return (unit, counts) if max(counts) > min(counts) else None
     return None
 
 
@@ -644,7 +640,6 @@ UNEQUAL_MEANS = (
         limits_must_catch=True,
         of_the_loss=True,
         wrong_divisor=True,
-        of_a_module=True,
     ),
     Hypothesis(
         name="token_counts_weighted_equally",
@@ -661,7 +656,6 @@ UNEQUAL_MEANS = (
         limits_must_catch=True,
         of_the_loss=True,
         wrong_divisor=True,
-        of_a_module=True,
     ),
     Hypothesis(
         name="mean_of_node_means",
@@ -730,5 +724,4 @@ LOCAL_LOSS_SUMMED = Hypothesis(
     of_the_loss=True,
     of_a_number=True,
     wrong_divisor=True,
-    of_a_module=True,
 )

@@ -257,7 +257,7 @@ def _with_own_buffers(view: View) -> Sequence[Prediction]:
 
     def gradient(examples: tuple[int, ...], forward: Forward) -> Tensor:
         generator = forward.generator if draws else b""
-        found = view.examples.with_buffers(examples, generator, forward.buffers).gradient
+        found = view.examples.compute(examples, generator, forward.buffers).gradient
         without = view.examples.compute(examples, generator).gradient
         reads_them.append(not nearly_equal(found, without))
         return found
@@ -378,10 +378,10 @@ CAUSES = (
     Hypothesis(
         name=STATISTIC,
         sentence="The loss takes a statistic of its batch that is no mean over examples (a root of "
-        "a mean, a logarithm, a median, a quantile), and every rank takes it of its own shard. "
-        "This is a property of the loss, not a fault of the reduction.",
+        "a mean, a logarithm), and every rank takes it of its own shard. This is a property of the "
+        "loss, not a fault of the reduction.",
         look_at="the loss: reduce the mean inside the root or logarithm over all ranks, with its "
-        "gradient, or gather the values that a median or quantile is taken of",
+        "gradient",
         headline="the loss takes a statistic per rank",
         tell_apart="Use the mean inside the statistic as the loss: this difference then goes away.",
         held=lambda view: on_every_rank(view, *_of_a_statistic(view)),

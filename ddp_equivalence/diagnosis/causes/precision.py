@@ -372,7 +372,6 @@ NOT_UNSCALED = Hypothesis(
     mend=_mend_scale,
     of_the_loss=True,
     of_a_number=True,
-    of_a_module=True,
 )
 
 OWN_SCALES = Hypothesis(

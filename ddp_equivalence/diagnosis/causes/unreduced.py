@@ -492,7 +492,7 @@ def _others_reduced(view: View) -> Indication | None:
     sharded = sharded_names(view)
     if sharded and not differing & sharded:
         return Indication(True, "FSDP was not given these parameters, and reduces only others")
-    reduced, elements = view.observed.reduced_elements, view.parameters.total
+    reduced, elements = view.observed.reduced_floats, view.parameters.total
     if not wrappers and reduced == elements - view.parameters.total_of(differing):
         because = f"{reduced} of {elements} elements were all-reduced: all except theirs"
         return Indication(True, because)
@@ -760,6 +760,5 @@ SOME_NOT_REDUCED = (
         indication=_others_reduced,
         lines=_lines_of_others,
         mend=_mend_others,
-        of_a_module=True,
     ),
 )

@@ -626,7 +626,6 @@ NOT_DIVIDED = Hypothesis(
     of_the_loss=True,
     of_a_number=True,
     wrong_divisor=True,
-    of_a_module=True,
 )
 
 BY_FULL = Hypothesis(
@@ -716,5 +715,4 @@ STALE = Hypothesis(
     indication=_backward_again,
     lines=_lines_of_stale,
     mend=_mend_stale,
-    of_a_module=True,
 )

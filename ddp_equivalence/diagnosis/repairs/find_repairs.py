@@ -15,7 +15,6 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis.repairs.edits import Edit, edits_of
-from ddp_equivalence.diagnosis.repairs.source import first_line
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
 from ddp_equivalence.diagnosis.view import expected_of
@@ -121,7 +120,7 @@ def _found(
     edits: list[Edit] = []
 
     def propose(seen: LocalsSeen) -> list[EditedCode]:
-        edits.extend(in_order(of_the_case or {}, seen, pointed))
+        edits.extend(in_order(of_the_case, seen, pointed))
         return [edit.code for edit in edits]
 
     tried = try_edits(
@@ -129,16 +128,14 @@ def _found(
     )
     until = monotonic() + PART_TO_VERIFY * seconds
     right: list[Edit] = []
-    unknown = 0
     for edit in sorted((edits[n] for n in tried.right), key=lambda one: one.mistake.is_broad):
-        if right and monotonic() > until and may_change(edit, of_the_case):
-            unknown += 1
-        elif not may_change(edit, of_the_case) or leaves_the_big_batch(request, expected, edit):
+        in_time = not right or monotonic() <= until
+        if in_time and leaves_the_big_batch(request, expected, edit):
             right.append(edit)
     right = in_general(request, expected, right, monotonic() + seconds)
     why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
     found = _first_of_each_line(map(repair_of, right))
-    return Repairs(found, len(right), tried.count - unknown, tried.of, why_not)
+    return Repairs(found, len(right), tried.count, tried.of, why_not)
 
 
 def in_order(
@@ -173,18 +170,6 @@ def _tier(pointed: Sequence[PointedLine], file: str, line: int) -> int:
     return min(tiers)
 
 
-def may_change(edit: Edit, of_the_case: Mapping[str, set[int]] | None) -> bool:
-    """False if the big batch runs nothing of the code that is replaced with this edit.
-
-    ``of_the_case``: the lines that it runs; None if they are not known.
-    """
-    if of_the_case is None:
-        return True
-    (statement,) = edit.code.before.body
-    replaced = range(first_line(statement), (statement.end_lineno or statement.lineno) + 1)
-    return not of_the_case.get(edit.code.file, set()).isdisjoint(replaced)
-
-
 def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit) -> bool:
     """True if the big batch has the same gradients with this edit: it is right by definition."""
     case, right = request.case, expected.reference.expected
@@ -211,13 +196,13 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=RELATIVE * largest)
 
 
-def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]] | None:
+def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
     """File -> the lines of the user's code that compute the gradients of the big batch.
 
-    None if somebody else traces this thread, such as a debugger, so that they are not known.
+    They are not known if somebody else traces this thread, such as a debugger.
     """
     if sys.gettrace() is not None:
-        return None
+        return {}
     seen = LocalsSeen()
     with without_planted_faults(), seen.watching():
         big_batch(request.case, request.compare, request.training, request.steps)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddp_equivalence.diagnosis.repairs.patterns import KINDS, Found, choice, kind
 from ddp_equivalence.diagnosis.repairs.source import (
+    NUMBERS_OF_A_RANK,
     Site,
     called_name,
     likeness,
@@ -20,7 +21,7 @@ from ddp_equivalence.diagnosis.repairs.source import (
 
 MOST_GUESSED = 3
 MOST_NAMES = 8
-MOST_STRINGS = 4
+MOST_ATTRIBUTES = 4
 
 # Calls without which nothing works, or that return no tensor and no number.
 NEEDED = {
@@ -47,13 +48,6 @@ STATISTICS = {
     *("count", "numel", "len", "size", "number", "total", "moments", "detach"),
 }
 
-# Variables of the environment, and options, that are mixed up.
-MIXED_UP_STRINGS = (
-    ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
-    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("sum", "mean", "none"),
-)
-
 MARGIN = 1e-4
 """A smaller number only keeps a division from failing."""
 
@@ -75,7 +69,6 @@ KINDS |= {
     "variable": lambda site, node, found: isinstance(node, ast.Name),
     "unsigned": lambda site, node, found: not isinstance(node, ast.UnaryOp),
     "number": lambda site, node, found: type(getattr(node, "value", None)) in (int, float),
-    "string": lambda site, node, found: type(getattr(node, "value", None)) is str,
     "order": lambda site, node, found: isinstance(node, ast.Name) and site.may_be_tensor(node),
     "needless": lambda site, node, found: last_word(node) not in NEEDED,
     "shaping": lambda site, node, found: last_word(node) in KEEPS_THE_SHAPE,
@@ -138,9 +131,6 @@ def attribute(site: Site, node: Any, found: Found) -> bool:
         return False
     of_rank = ast.unparse(node.value).rsplit(".", 1)[-1].strip("_") == "rank"
     return not (of_rank and node.attr in NUMBERS_OF_A_RANK)
-
-
-NUMBERS_OF_A_RANK = ("rank", "local_rank", "node", "world_size", "local_world_size", "nodes")
 
 
 @kind
@@ -295,15 +285,7 @@ def attribute_beside(site: Site, found: Found) -> Iterable[str]:
     others = [one for one in dict.fromkeys(listed) if one != node.attr and one[:2] != "__"]
     alike = [one for one in others if not own or known.get(f"{owner}.{one}", own) == own]
     alike.sort(key=lambda one: -likeness(node.attr, one))
-    return [f"{owner}.{one}" for one in alike[:MOST_STRINGS]]
-
-
-@choice
-def own_function(site: Site, found: Found) -> Iterable[str]:
-    """Functions of the file that take one argument."""
-    around = ast.unparse(site.parent.func) if isinstance(site.parent, ast.Call) else ""
-    names = [one for one in site.source.functions_of_one(site.node) if one != around]
-    return [one for one in names if one.split(".")[-1] != called_name(site.node)][:MOST_GUESSED]
+    return [f"{owner}.{one}" for one in alike[:MOST_ATTRIBUTES]]
 
 
 @choice
@@ -337,14 +319,3 @@ def other_number(site: Site, found: Found) -> Iterable[str]:
         return [str(one) for one in others if one != given]
     rest = [round(1 - given, 12)] if MARGIN < given < 1 - MARGIN else []
     return [repr(one) for one in (1.0, 0.0, *rest) if one != given and abs(given) > MARGIN]
-
-
-@choice
-def other_string(site: Site, found: Found) -> Iterable[str]:
-    """Strings that are mixed up with one, listed beside it, or used where it is used."""
-    node = found["string"]
-    known = [one for texts in MIXED_UP_STRINGS if node.value in texts for one in texts]
-    listed = [site.source.strings.get(use, []) for use in ("Tuple", "List", "Dict", "Set")]
-    beside = [one for texts in listed if node.value in texts for one in texts]
-    used = site.source.strings[site.source.use_of(node)]
-    return [repr(one) for one in [*known, *beside, *used] if one != node.value][:MOST_STRINGS]

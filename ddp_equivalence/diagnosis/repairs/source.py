@@ -16,9 +16,9 @@ Values = Mapping[int, Mapping[str, str]]
 """The first line of a function, a name, and a text that describes its value, such as "int"."""
 
 # Attributes of tensors, modules and ranks that are no tensors.
-NUMBERS = {
+NUMBERS_OF_A_RANK = {"rank", "local_rank", "node", "world_size", "local_world_size", "nodes"}
+NUMBERS = NUMBERS_OF_A_RANK | {
     *("shape", "dtype", "device", "ndim", "training", "requires_grad", "is_sparse"),
-    *("rank", "local_rank", "node", "world_size", "local_world_size", "nodes"),
 }
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -133,56 +133,6 @@ class SourceFile:
         around = self.nearest(node, ast.ClassDef)
         return f"{around.name if around else ''}.self"
 
-    def functions_of_one(self, node: ast.AST) -> list[str]:
-        """The functions of the file that can be called at a node with one argument.
-
-        Methods of the class around the node have ``self.`` before them. Functions around the node
-        are left out, and those that call them, so that none calls itself, and so is what is called
-        nowhere in the file.
-        """
-        around = list(self.around(node))
-        inside = {one.name for one in around if isinstance(one, ast.FunctionDef)}
-        in_class = self.nearest(node, ast.ClassDef)
-        listed = [("", one) for one in self.tree.body]
-        listed += [("self.", one) for one in in_class.body] if in_class else []
-        return [
-            before + one.name
-            for before, one in listed
-            if isinstance(one, ast.FunctionDef)
-            and one not in around
-            and one.name in self._called
-            and returns_something(one)
-            and not inside & _names_in(one)
-            and not one.decorator_list
-            and not one.name.startswith("__")
-            and _needed_arguments(one) == 1 + bool(before)
-        ]
-
-    @cached_property
-    def _called(self) -> set[str]:
-        return calls_in(self.tree)
-
-    @cached_property
-    def strings(self) -> dict[str, list[str]]:
-        """The strings of the file by where they are used, such as ``get(0)`` or ``sizes[]``."""
-        found: dict[str, dict[str, None]] = defaultdict(dict)
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found[self.use_of(node)][node.value] = None
-        return {use: list(texts) for use, texts in found.items()}
-
-    def use_of(self, node: ast.Constant) -> str:
-        """A name for what a constant is used for."""
-        match self.parents[node]:
-            case ast.Call(func=function, args=arguments) if node in arguments:
-                return f"{ast.unparse(function).rpartition('.')[2]}({arguments.index(node)})"
-            case ast.keyword(arg=name):
-                return f"{name}="
-            case ast.Subscript(value=value):
-                return f"{ast.unparse(value).rpartition('.')[2]}[]"
-            case other:
-                return type(other).__name__
-
 
 def is_called(node: ast.AST, parent: ast.AST) -> bool:
     """True for the ``f`` of ``f(x)``."""
@@ -195,29 +145,6 @@ def called_name(node: ast.AST) -> str:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return name
     return ""
-
-
-def calls_in(node: ast.AST) -> set[str]:
-    """The names of everything that is called in a node."""
-    return {called_name(one) for one in ast.walk(node)} - {""}
-
-
-def returns_something(function: ast.FunctionDef) -> bool:
-    """False for a function that is there only for what it does."""
-    is_said = isinstance(function.returns, ast.Constant) and function.returns.value is None
-    returns = (node for node in ast.walk(function) if isinstance(node, ast.Return))
-    return not is_said and any(node.value is not None for node in returns)
-
-
-def _names_in(function: ast.FunctionDef) -> set[str]:
-    return {getattr(one, "id", getattr(one, "attr", "")) for one in ast.walk(function)}
-
-
-def _needed_arguments(function: ast.FunctionDef) -> int:
-    arguments = function.args
-    if arguments.vararg or any(default is None for default in arguments.kw_defaults):
-        return 0
-    return len(arguments.posonlyargs + arguments.args) - len(arguments.defaults)
 
 
 def parameters_of(function: Function) -> list[str]:

@@ -61,6 +61,8 @@ l1_loss mse_loss
 """
 MIXED_UP_BUILTINS = "list sorted, max min, any all, int float"
 
+MIXED_UP_STRINGS = "RANK LOCAL_RANK NODE_RANK, WORLD_SIZE LOCAL_WORLD_SIZE, sum mean none"
+
 ALL_ARGUMENTS = "*$args, **$options"
 
 OTHER_COMPARISONS = "< <=, < >, <= >, > >=, <= <, >= <, == !=, == >, == <"
@@ -247,16 +249,12 @@ MISTAKES = (
         *_with("+ - * / // % ** @ &", ("$x OP $y", "$x", "$y")),
     ),
     _mistake(
-        "The file has a function for this, and its call was forgotten in one place.",
-        ("$value", "$own_function($value)"),
-    ),
-    _mistake(
         "A part was taken of something that is a part already, or the order was applied twice.",
         ("$x[$y]", "$x"),
     ),
     _mistake(
-        "Another key, name of a dimension or option was meant, which the file uses elsewhere.",
-        ("$string", "$other_string"),
+        "Another variable of the environment, or another option, was meant.",
+        *((repr(one), repr(other)) for one, other in _pairs(MIXED_UP_STRINGS)),
     ),
     _mistake(
         "A number of this rank is used as if it were that of all ranks.",

@@ -6,6 +6,7 @@ import linecache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,6 +15,8 @@ from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.report.verdict import Verdict
 
 ON_FOUR_RANKS = "2x2"
+
+MARK = "# the fault"
 
 
 def build_model() -> nn.Module:
@@ -65,6 +68,25 @@ def lines_shown(verdict: Verdict) -> list[str]:
 def accepted(verdict: Verdict) -> set[str]:
     """All causes that the report believes."""
     return {cause for one in verdict.findings if one.accepted for cause in one.causes}
+
+
+def average(model: nn.Module, count: float) -> None:
+    """Reduce as right code does, with this divisor."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= count
+
+
+def assert_named(verdict: Verdict, cause: str, because: str = "", fix: str = "") -> None:
+    """The report believes this cause first, and shows the marked line as the only faulty one."""
+    finding = first_finding(verdict)
+    assert finding.cause == cause, verdict
+    faulty = faulty_lines(verdict)
+    assert len(faulty) == 1, verdict
+    assert MARK in faulty[0], verdict
+    assert because in finding.because, finding.because
+    assert fix in finding.fix, finding.fix
 
 
 def _text(file: str, number: int) -> str:

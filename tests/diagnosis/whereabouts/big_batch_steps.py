@@ -35,14 +35,6 @@ def root_loss(model: Any, examples: dict[str, Tensor]) -> Any:
 ROOT = Case(model=Small, batch=batch, loss=root_loss, layout="1x2")
 
 
-def median_loss(model: Any, examples: dict[str, Tensor]) -> Any:
-    square = (model(examples["rows"]) - examples["targets"]).square().mean(1)
-    return square.quantile(0.7)
-
-
-MEDIAN = Case(model=Small, batch=batch, loss=median_loss, layout="1x2")
-
-
 def micro_batch_means(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     for number in range(4):
@@ -64,24 +56,11 @@ def root_of_a_batch_mean(model: Any, shard: Any, rank: Any) -> None:
     value.backward()
 
 
-def quantile_of_the_shard(model: Any, shard: Any, rank: Any) -> None:
-    value = median_loss(model, shard)  # fault
-    value.backward()
-    average(model)
-
-
 def one_micro_batch_counts_twice(model: Any, shard: Any, rank: Any) -> None:
     for number in range(2):
         part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
         value = loss(model, part) / (2 - number)  # fault
         value.backward()
-    average(model)
-
-
-def weights_by_rank(model: Any, shard: Any, rank: Any) -> None:
-    value = loss(model, shard)
-    value = value * (1 + 0.25 * rank.rank)  # fault
-    value.backward()
     average(model)
 
 

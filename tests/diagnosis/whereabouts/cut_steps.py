@@ -54,13 +54,6 @@ def weights_without_gradients(model: Any, shard: Any, rank: Any) -> None:
     value.backward()
 
 
-def copied_through_numpy(model: Any, shard: Any, rank: Any) -> None:
-    errors = (model(shard["rows"]) - shard["targets"]).square().mean(1)
-    kept = errors.detach().numpy().copy()  # fault
-    (errors * torch.sigmoid(torch.from_numpy(kept))).mean().backward()
-    average(model)
-
-
 class Steep(torch.autograd.Function):
     """Tanh, with a derivative of its own."""
 
@@ -145,14 +138,6 @@ def first_layer_without_gradients(model: Any, shard: Any, rank: Any) -> None:
     average_those_there_are(model)
 
 
-def middle_is_copied(model: Any, shard: Any, rank: Any) -> None:
-    hidden = torch.tanh(model.norm(model.first(shard["rows"])))
-    hidden = torch.tensor(hidden.tolist(), dtype=hidden.dtype)  # fault
-    output = model.head(torch.tanh(model.middle(hidden)))
-    nn.functional.mse_loss(output, shard["targets"]).backward()
-    average_those_there_are(model)
-
-
 def head_is_frozen(model: Any, shard: Any, rank: Any) -> None:
     def freeze(module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -160,23 +145,6 @@ def head_is_frozen(model: Any, shard: Any, rank: Any) -> None:
 
     freeze(model.head)
     loss(model, shard).backward()
-    average_those_there_are(model)
-
-
-@torch.no_grad()
-def encoded(model: Any, rows: Tensor) -> Any:
-    """Rows as features.
-
-    This is for evaluation.
-    """
-    hidden = model.first(rows)
-    return torch.tanh(model.norm(hidden))
-
-
-def features_of_the_evaluation(model: Any, shard: Any, rank: Any) -> None:
-    hidden = encoded(model, shard["rows"])  # fault
-    output = model.head(torch.tanh(model.middle(hidden)))
-    nn.functional.mse_loss(output, shard["targets"]).backward()
     average_those_there_are(model)
 
 

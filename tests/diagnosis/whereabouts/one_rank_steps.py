@@ -104,27 +104,6 @@ def summed_in_the_wrong_direction(model: Any, shard: Any, rank: Any) -> None:
         parameter.grad = whole[: parameter.numel()].view_as(parameter)
 
 
-def norm_of_a_micro_batch(model: Any, shard: Any, rank: Any) -> None:
-    """A micro-batch of one rank has all ranks' rows of it only in another order of the batch."""
-    names = ("rows", "targets", "gain")
-    for rows, targets, gain in zip(*(shard[name].chunk(2) for name in names), strict=True):
-        errors = (model(rows) - targets).square().mean(dim=1)
-        unit = gain / gain.norm()  # fault
-        (errors * unit).mean().div(2).backward()
-    average(model)
-
-
-def halves_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of 4 ranks with two micro-batches of 2 rows each."""
-    value = torch.zeros((), dtype=torch.float64)
-    for first in (0, 2):
-        rows = [number for number in range(16) if number % 4 in (first, first + 1)]
-        errors = (model(batch["rows"][rows]) - batch["targets"][rows]).square().mean(dim=1)
-        gain = batch["gain"][rows]
-        value = value + (errors * gain / gain.norm()).mean() / 2
-    return value
-
-
 def sends_to_a_neighbour(model: Any, shard: Any, rank: Any) -> None:
     """It is wrong, and nobody may wait for a send before the other rank receives."""
     loss(model, shard).backward()

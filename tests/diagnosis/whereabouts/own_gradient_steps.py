@@ -20,28 +20,12 @@ def labels_shifted_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
     nn.functional.mse_loss(output, targets).backward()
 
 
-def noise_by_rank(model: Any, shard: Any, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    rows = shard["rows"]
-    rows = rows + 0.1 * rank.rank * torch.randn_like(rows)  # fault
-    value = nn.functional.mse_loss(ddp(rows), shard["targets"])
-    value.backward()
-
-
 def loss_weight_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
     value = loss(model, shard)
     if rank.rank == 2:
         value = 1.75 * value  # fault
     value.backward()
     average(model)
-
-
-def penalty_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    value = loss(ddp, shard)
-    if rank.rank == 3:
-        value = value + 0.01 * model.head.weight.square().sum()  # fault
-    value.backward()
 
 
 def detached_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
@@ -55,15 +39,6 @@ def detached_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
     average(model)
 
 
-def another_dtype_in_one_layer(model: Any, shard: Any, rank: Any) -> None:
-    hidden = torch.tanh(model.norm(model.first(shard["rows"])))
-    if rank.rank == 3:
-        hidden = hidden.to(torch.bfloat16).to(hidden.dtype)  # fault
-    output = model.head(torch.tanh(model.middle(hidden)))
-    nn.functional.mse_loss(output, shard["targets"]).backward()
-    average(model)
-
-
 def activations_changed_in_place(model: Any, shard: Any, rank: Any) -> None:
     hidden = model.first(shard["rows"])
     if rank.rank == 2:
@@ -72,14 +47,6 @@ def activations_changed_in_place(model: Any, shard: Any, rank: Any) -> None:
     output = model.head(torch.tanh(model.middle(hidden)))
     nn.functional.mse_loss(output, shard["targets"]).backward()
     average(model)
-
-
-def forward_hook_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    if rank.rank == 1:
-        model.middle.register_forward_hook(lambda _, given, out: 1.1 * out)  # fault
-    value = loss(ddp, shard)
-    value.backward()
 
 
 def gradient_hook_on_a_module(model: Any, shard: Any, rank: Any) -> None:
@@ -124,15 +91,6 @@ def class_weights_by_rank(model: Any, shard: Any, rank: Any) -> None:
     value = (weights * (output - shard["targets"]).square()).mean()
     value.backward()
     average(model)
-
-
-def output_scaled(model: Any, shard: Any, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    output = ddp(shard["rows"])
-    if rank.rank % 2:
-        output = 0.9 * output  # fault
-    value = nn.functional.mse_loss(output, shard["targets"])
-    value.backward()
 
 
 class Dropping(Small):
@@ -184,21 +142,4 @@ def module_skipped_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    average(model)
-
-
-def wrong_rows_of_targets_everywhere(model: Any, shard: Any, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    output = ddp(shard["rows"])
-    targets = shard["targets"].roll(rank.rank, 0)  # fault
-    value = nn.functional.mse_loss(output, targets)
-    value.backward()
-
-
-def reversed_sign_of_a_term(model: Any, shard: Any, rank: Any) -> None:
-    output = model(shard["rows"])
-    square = (output - shard["targets"]).square()
-    if rank.local_rank == 3:
-        square[:, 0] = -square[:, 0]  # fault
-    square.mean().backward()
     average(model)

@@ -134,28 +134,6 @@ def counts_of_a_class(model: Any, shard: Any, rank: Any) -> None:
         dist.all_reduce(parameter.grad)
 
 
-class Trainer:
-    """Divides by a property."""
-
-    def __init__(self, model: nn.Module, shard: dict[str, Tensor], world_size: int) -> None:
-        self.model, self.shard = model, shard
-        self.world_size = world_size
-
-    @property
-    def count(self) -> Tensor:
-        kept = (self.shard["labels"] != -1).sum()  # fault
-        dist.all_reduce(kept)
-        return kept
-
-    def train(self) -> None:
-        (summed_loss(self.model, self.shard) * self.world_size).div(self.count).backward()
-        average(self.model)
-
-
-def count_of_a_property(model: Any, shard: Any, rank: Any) -> None:
-    Trainer(model, shard, rank.world_size).train()
-
-
 def sizes(shard: dict[str, Tensor], world_size: int) -> tuple[int, int]:
     rows, places = shard["labels"].shape
     everyone = rows * places * world_size  # fault

@@ -145,22 +145,6 @@ def residual_on_every_rank(model: Any, shard: Any, rank: Any) -> None:
         parameter.grad /= rank.nodes if parameter in split else rank.world_size
 
 
-def bias_of_every_rank(model: Any, shard: Any, rank: Any) -> None:
-    def forward(rows: Tensor, units: Callable[[Tensor], Tensor]) -> Tensor:
-        hidden = torch.tanh(rows @ units(model.up.weight).T + units(model.up.bias))
-        part = torch.addmm(model.down.bias, hidden, units(model.down.weight.T))  # fault
-        summed: Any = Summed.apply
-        total: Tensor = rows + summed(part, dist.group.WORLD)
-        return total
-
-    output = forward(shard["rows"], lambda one: one.chunk(rank.world_size)[rank.rank])
-    F.mse_loss(output, shard["targets"]).backward()
-    split = {model.up.weight, model.up.bias, model.down.weight}
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= 1 if parameter in split else rank.world_size
-
-
 def counted(generator: torch.Generator) -> dict[str, Tensor]:
     return {
         "rows": torch.randn(12, 6, generator=generator),
@@ -183,16 +167,6 @@ def largest_count_of_a_message(model: Any, shard: Any, rank: Any) -> None:
     dist.all_reduce(message, dist.ReduceOp.MAX)  # fault
     total, _ = message.tolist()
     (summed_errors(model, shard) / total).backward()
-    add_up(model)
-
-
-def smallest_count(model: Any, shard: Any, rank: Any) -> None:
-    def of_all(number: Tensor, op: Any) -> float:
-        dist.all_reduce(number, op=op)  # fault
-        return number.item()
-
-    counts = [of_all(shard["counts"].sum(), dist.ReduceOp.MIN) for _ in range(1)]
-    (summed_errors(model, shard) / max(counts)).backward()
     add_up(model)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.diagnosis.whereabouts.faulty import average, loss
@@ -30,22 +28,6 @@ def unflattened_in_another_order(model: Any, shard: Any, rank: Any) -> None:
         at += parameter.numel()
 
 
-def layers_swapped(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    average(model)
-    swapped = model.norm.weight.grad.clone()
-    model.norm.weight.grad.copy_(model.norm.bias.grad)  # fault
-    model.norm.bias.grad.copy_(swapped)
-
-
-def hook_halves_biases(model: Any, shard: Any, rank: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.register_hook(lambda gradient: gradient / 2)  # fault
-    loss(model, shard).backward()
-    average(model)
-
-
 def hook_halves_biases_under_ddp(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     for name, parameter in model.named_parameters():
@@ -65,27 +47,12 @@ def rank_returns_early(model: Any, shard: Any, rank: Any) -> None:
         dist.all_reduce(parameter.grad, group=group)
 
 
-def momentum_kept_in_the_gradient(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    average(model)
-    for parameter in model.parameters():
-        momentum = torch.full_like(parameter.grad, 0.01)
-        parameter.grad.add_(momentum, alpha=0.9)  # fault
-
-
 def decay_added_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     if rank.rank == 1:
         for parameter in model.parameters():
             parameter.grad += 0.1 * parameter.detach().abs()  # fault
     average(model)
-
-
-def into_the_wrong_parameter(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    average(model)
-    extra = model.norm.weight.grad.clone()
-    model.norm.bias.grad += extra  # fault
 
 
 def only_weights_are_divided(model: Any, shard: Any, rank: Any) -> None:
@@ -112,12 +79,6 @@ def copy_not_written_back(model: Any, shard: Any, rank: Any) -> None:
     flat = torch.cat([parameter.grad.reshape(-1) for parameter in rest])
     dist.all_reduce(flat)  # fault
     flat /= rank.world_size
-
-
-def broadcast_from_rank_0(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    for parameter in model.parameters():
-        dist.broadcast(parameter.grad, 0)  # fault
 
 
 def reduced_to_one_rank(model: Any, shard: Any, rank: Any) -> None:
@@ -158,22 +119,6 @@ def clamped_after_reducing(model: Any, shard: Any, rank: Any) -> None:
         parameter.grad.clamp_(-0.01, 0.02)  # fault
 
 
-def sign_instead_of_value(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad.sign()  # fault
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.world_size
-
-
-def head_left_out_of_the_list(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    reduced: Iterable[Tensor] = list(model.parameters())[:-3]  # fault
-    for parameter in reduced:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.world_size
-
-
 def weights_of_ranks(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
@@ -187,28 +132,12 @@ def transposed_on_the_way(model: Any, shard: Any, rank: Any) -> None:
     model.middle.weight.grad = model.middle.weight.grad.T.contiguous()  # fault
 
 
-def averaged_with_the_last_one(model: Any, shard: Any, rank: Any) -> None:
-    loss(model, shard).backward()
-    before = [parameter.grad.clone() for parameter in model.parameters()]
-    average(model)
-    for parameter, own in zip(model.parameters(), before, strict=True):
-        parameter.grad = 0.5 * (parameter.grad + own)  # fault
-
-
 def cleared_between_micro_batches(model: Any, shard: Any, rank: Any) -> None:
     for number in range(2):
         part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
         model.zero_grad()  # fault
         (loss(model, part) / 2).backward()
     average(model)
-
-
-def last_micro_batch_after_the_reduction(model: Any, shard: Any, rank: Any) -> None:
-    for number in range(2):
-        part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
-        (loss(model, part) / 2).backward()
-        if number == 0:  # fault
-            average(model)
 
 
 def tail_hook_on_one_rank(model: Any, shard: Any, rank: Any) -> None:

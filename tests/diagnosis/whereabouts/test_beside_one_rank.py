@@ -16,7 +16,6 @@ from tests.diagnosis.whereabouts.reduction_steps import maximum_instead_of_sum
 
 GAINS = replace(CASE, batch=steps.weighted_rows, loss=steps.relative_gain_loss)
 PENALTY = replace(CASE, loss=steps.with_penalty)
-HALVES = replace(GAINS, loss=steps.halves_loss)
 SPREAD = replace(GAINS, loss=steps.by_spread)
 
 
@@ -26,10 +25,8 @@ SPREAD = replace(GAINS, loss=steps.by_spread)
         (GAINS, steps.largest_of_the_rank),
         (PENALTY, steps.penalty_in_every_term),
         (CASE, steps.summed_in_the_wrong_direction),
-        (HALVES, steps.norm_of_a_micro_batch),
         (CASE, maximum_instead_of_sum),
         (SPREAD, steps.loops_over_what_the_rank_has),
-        (replace(GAINS, shards="interleaved"), steps.largest_of_the_rank),
         (replace(GAINS, shards="5+3+6+2"), steps.largest_of_the_rank),
     ],
     ids=lambda value: getattr(value, "__name__", str(getattr(value, "shards", ""))),

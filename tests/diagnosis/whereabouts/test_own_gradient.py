@@ -22,18 +22,14 @@ NORMALISING = replace(CASE, model=steps.Normalising)
     ("case", "step", "ranks", "words"),
     [
         (CASE, steps.labels_shifted_on_one_rank, (1,), "its own rows give"),
-        (CASE, steps.noise_by_rank, (1, 2, 3), "its own rows give"),
         (CASE, steps.loss_weight_on_one_rank, (2,), "rank 2 1.75"),
-        (CASE, steps.penalty_on_one_rank, (3,), "its own rows give"),
         (
             CASE,
             steps.detached_on_one_rank,
             (1,),
             "the loss is right, and the gradient of norm.bias",
         ),
-        (CASE, steps.another_dtype_in_one_layer, (3,), "its own rows give"),
         (CASE, steps.activations_changed_in_place, (2,), "its own rows give"),
-        (CASE, steps.forward_hook_on_one_rank, (1,), "its own rows give"),
         (
             CASE,
             steps.gradient_hook_on_a_module,
@@ -44,12 +40,9 @@ NORMALISING = replace(CASE, model=steps.Normalising)
         (CASE, steps.rows_normalised_by_rank, EVERY, "its own rows give"),
         (CASE, steps.targets_of_the_second_micro_batch, EVERY, "backward pass 2 of 2"),
         (CASE, steps.class_weights_by_rank, (0, 1, 2), "its own rows give"),
-        (CASE, steps.output_scaled, (1, 3), "its own rows give"),
         (DROPPING, steps.dropout_on_one_rank, (1,), "its own rows give"),
         (NORMALISING, steps.training_mode_on_one_rank, (2,), "its own rows give"),
         (CASE, steps.module_skipped_on_one_rank, (1,), "the module norm is not called"),
-        (CASE, steps.wrong_rows_of_targets_everywhere, (1, 2, 3), "its own rows give"),
-        (CASE, steps.reversed_sign_of_a_term, (3,), "its own rows give"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

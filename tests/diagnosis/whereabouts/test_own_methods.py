@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence import Case, check
+from ddp_equivalence import check
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import WRONG_ALONE
 from tests.diagnosis.whereabouts import own_method_steps as steps
 from tests.diagnosis.whereabouts.faulty import CASE, distance, unnamed
@@ -38,18 +38,10 @@ def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> No
     assert where.headline != "gradients do not depend on how the loss is scaled"
 
 
-@pytest.mark.parametrize(
-    ("case", "step", "within"),
-    [
-        (LABELS, steps.counts_of_a_class, steps.Counts),
-        (LABELS, steps.count_of_a_property, steps.Trainer),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_the_line_that_counts_wrongly_is_shown(case: Case, step: Any, within: Any) -> None:
-    where = unnamed(case, step)
+def test_the_line_that_counts_wrongly_is_shown() -> None:
+    where = unnamed(LABELS, steps.counts_of_a_class)
     assert where.headline.startswith("the loss has a wrong factor")
-    assert distance(where, within) == 0, where.lines
+    assert distance(where, steps.Counts) == 0, where.lines
 
 
 def test_the_line_of_a_helper_that_counts_wrongly_is_shown_beside_the_name() -> None:

@@ -35,10 +35,8 @@ POOLED = replace(CASE, model=steps.Pooled, loss=steps.pooled_loss, layout="1x2")
     [
         (TAGS, steps.other_weights_than_places, None),
         (TAGS, steps.places_of_others, steps.Halves),
-        (UNITS, steps.bias_of_every_rank, None),
         (replace(UNITS, layout="2x2"), steps.residual_on_every_rank, None),
         (COUNTS, steps.largest_count_of_a_message, None),
-        (replace(COUNTS, layout="1x3"), steps.smallest_count, None),
         (POOLED, steps.moments_without_a_gradient, None),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +48,12 @@ class Table(nn.Module):
         super().__init__()
         self.values = nn.Parameter(torch.zeros(7))
 
-    def forward(self, words: list[str] | None = None) -> Tensor:
+    def forward(self) -> Tensor:
         return self.values * 2
 
 
 def table_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model().expand_as(batch["values"]), batch["values"])
-
-
-def loss_with_strings(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.mse_loss(model(["a", "b"]).expand_as(batch["values"]), batch["values"])
 
 
 class Weight(nn.Module):
@@ -91,22 +86,12 @@ class Unpacking(nn.Module):
         super().__init__()
         self.inner = build_model()
 
-    def forward(self, packed: Any = None, **named: Any) -> Tensor:
-        rows = named.get("rows", packed["rows"] if isinstance(packed, UserDict) else None)
-        out: Tensor = self.inner(packed.rows if rows is None else rows)
-        return out
+    def forward(self, packed: Packed) -> Any:
+        return self.inner(packed.rows)
 
 
 def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(Packed(batch["rows"])), batch["targets"])
-
-
-def mapped_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.mse_loss(model(UserDict(rows=batch["rows"])), batch["targets"])
-
-
-def named_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.mse_loss(model(rows=batch["rows"]), batch["targets"])
 
 
 def functional_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -139,12 +124,9 @@ GRID_CASES: dict[str, dict[str, Any]] = {
     "a grid": {"model": curve, "loss": physics_loss},
     "a grid and derivatives": {"model": curve, "loss": equation_loss},
     "no argument": {"model": Table, "loss": table_loss},
-    "strings": {"model": Table, "loss": loss_with_strings},
 }
 ROW_CASES: dict[str, dict[str, Any]] = {
     "a dataclass": {"model": Unpacking, "loss": packed_loss},
-    "a mapping": {"model": Unpacking, "loss": mapped_loss},
-    "named arguments": {"model": Unpacking, "loss": named_loss},
     "functional_call": {"model": build_model, "loss": functional_loss},
     "nothing, since it is not called": {"model": Weight, "loss": loss_without_forward},
 }

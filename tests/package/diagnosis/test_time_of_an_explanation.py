@@ -78,26 +78,10 @@ def checked(step: Any) -> Verdict:
     return check(own_case(model=six_layers), step)
 
 
-def test_no_gradient_is_computed_twice_however_many_modules_differ(computed: Gradients) -> None:
+def test_no_gradient_is_computed_twice(computed: Gradients) -> None:
     verdict = checked(noise_on_every_gradient)
     assert "no known cause fits" in verdict.full_report()
     assert len(computed) > 12
-    assert max(computed.values()) == 1
-
-
-def test_a_module_gets_the_same_cause_as_from_gradients_of_its_own(computed: Gradients) -> None:
-    def one_module_doubled(model: nn.Module, shard: Any, rank: Rank) -> None:
-        ddp = DistributedDataParallel(model)
-        loss(ddp, shard).backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            parameter.grad *= 2 if name.startswith("3.") else 1
-            if name.startswith("1."):
-                parameter.grad += torch.randn_like(parameter.grad)
-
-    found = checked(one_module_doubled).localisation.findings_by_module
-    assert found is not None
-    assert {module: one.cause for module, one in found.items()} == {"3": "sum_not_mean"}
     assert max(computed.values()) == 1
 
 

@@ -32,13 +32,6 @@ FUNCTIONS = {
                 return 1
         call = C().f
         """,
-    "a class method": """
-        class C:
-            @classmethod
-            def f(cls):
-                return 1
-        call = C.f
-        """,
     "a property": """
         class C:
             @property
@@ -75,15 +68,6 @@ FUNCTIONS = {
             return inner
         call = make(3)
         """,
-    "a function inside a function": """
-        def call():
-            def inner():
-                return 1
-            return inner()
-        """,
-    "a lambda of the module": """
-        call = lambda: 1
-        """,
     "a partial": """
         import functools
         call = functools.partial(lambda x: x and 1, 5)
@@ -103,11 +87,6 @@ FUNCTIONS = {
             def inner(x: NoSuchName = None):
                 return 1
             return inner()
-        """,
-    "a function that calls one of a module": """
-        import math
-        def call():
-            return math.floor(0.5 + 1)
         """,
 }
 

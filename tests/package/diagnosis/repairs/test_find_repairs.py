@@ -26,12 +26,10 @@ from ddp_equivalence.diagnosis.repairs.find_repairs import (
     in_order,
     leaves_the_big_batch,
     lines_of_the_big_batch,
-    may_change,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.view import expected_of
-from ddp_equivalence.diagnosis.whereabouts import find_whereabouts
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.edited_code import EditedCode
 from ddp_equivalence.measurement.observer import LocalsSeen
@@ -129,17 +127,6 @@ def test_it_is_said_that_nothing_could_be_edited(tried: list[float]) -> None:
     assert repairs_of(request_of()).why_not == module.NOTHING_TO_EDIT
 
 
-def test_an_error_of_this_package_is_a_reason_and_no_exception(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object) -> Tried:
-        raise IndexError("ours")
-
-    monkeypatch.setattr(module, "try_edits", fails)
-    monkeypatch.setattr(find_whereabouts, "are_raised", False)
-    assert "IndexError: ours" in repairs_of(request_of()).why_not
-
-
 def test_a_batch_that_is_another_one_at_each_call_is_a_reason(tried: list[float]) -> None:
     request = request_of()
     request = replace(request, case=replace(request.case, batch=_another_each_time))
@@ -155,29 +142,8 @@ def _another_each_time(generator: torch.Generator) -> dict[str, Tensor]:
 _numbers: list[int] = []
 
 
-def test_a_right_edit_counts_as_tried_only_if_there_is_time_to_verify_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def both(_: Any, __: Any, propose: Any, *rest: Any) -> Tried:
-        shared, own = line_with("return F.mse_loss"), line_with("parameter.grad /= rank")
-        propose(LocalsSeen({__file__: {shared, own}}))
-        return Tried(right=(0, 1), count=9, of=9)
-
-    monkeypatch.setattr(module, "try_edits", both)
-    monkeypatch.setattr(module, "leaves_the_big_batch", lambda *_: True)
-    monkeypatch.setattr(module, "may_change", lambda *_: True)
-    monkeypatch.setattr(module, "in_general", lambda *given: given[2])
-    assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (2, 9)
-    monkeypatch.setattr(module, "PART_TO_VERIFY", -1.0)
-    assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (1, 8)
-    monkeypatch.setattr(module, "may_change", lambda *_: False)
-    assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (2, 9)
-
-
 def test_the_lines_that_compute_the_big_batch_are_known() -> None:
-    seen = lines_of_the_big_batch(request_of())
-    assert seen is not None
-    lines = seen[__file__]
+    lines = lines_of_the_big_batch(request_of())[__file__]
     assert line_with("return F.mse_loss") in lines
     assert line_with("parameter.grad /= rank") not in lines
 
@@ -206,8 +172,6 @@ def test_lines_that_the_report_points_at_come_first_and_shared_ones_last() -> No
 )
 def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leaves: bool) -> None:
     edit, request = edit_of(before, after), request_of()
-    assert may_change(edit, lines_of_the_big_batch(request)) is (not leaves)
-    assert may_change(edit, None)
     assert leaves_the_big_batch(request, expected_of(request), edit) is leaves
     assert shared_loss(build_model(), {"rows": torch.ones(1, 5), "targets": torch.ones(1, 3)}) > 0
 
@@ -247,17 +211,6 @@ def test_a_repair_is_found(
     assert len(str(verdict).splitlines()) <= 16
 
 
-def decays_on_rank_1(model: nn.Module, shard: Any, rank: Rank) -> None:
-    value = shared_loss(model, shard)
-    if rank.rank == 1:
-        value = value + sum(one.square().sum() for one in model.parameters())
-    value.backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= rank.world_size
-
-
 def starts_late(model: nn.Module, batch: Any, rank: Rank) -> None:
     """Reads too few examples, and would be right if each rank read all of them."""
     size = 12 // rank.world_size
@@ -281,28 +234,12 @@ def scaled_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
         parameter.grad.mul_(0.1 / norm)
 
 
-@pytest.mark.parametrize(
-    ("step", "before", "hides", "repairs"),
-    [
-        pytest.param(
-            decays_on_rank_1, "if rank.rank == 1:", "if rank.rank > 1:", "if False:",
-            id="a rank that the layout lacks",
-        ),
-        pytest.param(
-            starts_late,
-            "one[max(first, 0) : first + size]",
-            "one",
-            "one[rank.rank * size : rank.rank * size + size]",
-            id="each rank sees the whole batch",
-        ),
-    ],
-)  # fmt: skip
-def test_an_edit_counts_only_if_it_repairs_another_layout_as_well(
-    step: Any, before: str, hides: str, repairs: str
-) -> None:
-    shards = "own" if step is starts_late else "equal"
-    case = own_case(loss=shared_loss, dtype=torch.float64, shards=shards)
-    request = read_request(case, step, {})
+def test_an_edit_counts_only_if_it_repairs_another_layout_as_well() -> None:
+    """If each rank reads the whole batch, nothing of the step is right in general."""
+    before = "one[max(first, 0) : first + size]"
+    hides, repairs = "one", "one[rank.rank * size : rank.rank * size + size]"
+    case = own_case(loss=shared_loss, dtype=torch.float64, shards="own")
+    request = read_request(case, starts_late, {})
     edits = [edit_of(before, hides), edit_of(before, repairs)]
     until = time.monotonic() + 60.0
     assert in_general(request, expected_of(request), edits, until) == edits[1:]

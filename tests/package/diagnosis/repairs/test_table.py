@@ -26,8 +26,6 @@ IN_A_FUNCTION = (
     ("if x:\n    return\nx.g()", "if x:\n    pass\nx.g()"),
     ("with x.no_sync():\n    g()", "if True:\n    g()"),
     ("k = x[order]", "k = x[order.argsort()]"),
-    ("k = x.get('a')\nj = x.get('b')", "k = x.get('a')\nj = x.get('a')"),
-    ("n = ('in', 'out')\ng(n['in'])", "n = ('in', 'out')\ng(n['out'])"),
     ("k = x['LOCAL_RANK']", "k = x['RANK']"),
     ("k = x.sum()", "k = x.mean()"),
     ("k = list(x)", "k = sorted(x)"),
@@ -94,7 +92,6 @@ class Same(torch.autograd.Function):
 IN_A_FILE = (
     (BACKWARD, "return ctx.a, None", "return grads[0] * ctx.a, None"),
     (TRAINER, "g(self.near)", "g(self.far)"),
-    (TRAINER, "return x + 1", "return self.averaged(x + 1)"),
 )
 
 
