@@ -119,7 +119,8 @@ class ObservedStep:
         """
         parts: list[Part] = [
             (replace(rows, tensors=_whole_numbers(rows.tensors), entries={}), None)
-            for rows in self.record.read(self.group)
+            for rank in self.ranks
+            for rows in self.record.read(rank, self.group)
         ]
         try:
             together = joined(parts)

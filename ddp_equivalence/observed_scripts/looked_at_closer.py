@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
@@ -94,17 +95,8 @@ def is_the_same(step: ObservedStep, again: Record) -> bool:
 
 def _rows(step: ObservedStep) -> list[list[tuple[int, int]]]:
     """For each rank, the number of the first row of every micro-batch, and how many it has."""
-    rows: list[list[tuple[int, int]]] = []
-    for rank in step.ranks:
-        of_rank: list[tuple[int, int]] = []
-        last = -1
-        for number, row in enumerate(step.rows):
-            if row.rank != rank:
-                continue
-            if row.micro_batch != last:
-                of_rank.append((number, 0))
-                last = row.micro_batch
-            first, count = of_rank[-1]
-            of_rank[-1] = first, count + 1
-        rows.append(of_rank)
-    return rows
+    found: list[list[tuple[int, int]]] = []
+    for rows in step.rows_by_rank:
+        units = (list(of) for _, of in groupby(rows, key=lambda n: step.rows[n].micro_batch))
+        found.append([(unit[0], len(unit)) for unit in units])
+    return found

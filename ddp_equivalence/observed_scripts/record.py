@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,19 @@ class Record:
             groups.pop()  # the script ended inside of it
         return tuple(map(tuple, groups))
 
+    def read(self, rank: int, group: Sequence[int]) -> list[Rows]:
+        """What a rank read in each micro-batch of a group of steps."""
+        places = self._micro_batches(rank, group)
+        return [self.step(rank, number).read_rows[place] for number, place in places]
+
+    def read_by_micro_batch(self, group: Sequence[int]) -> list[list[Rows]]:
+        """For each micro-batch, what the ranks read in it that have one with this number."""
+        by_number = zip_longest(*(self.read(rank, group) for rank in range(self.world_size)))
+        return [[rows for rows in of_ranks if rows is not None] for of_ranks in by_number]
+
     def counts(self, rank: int, group: Sequence[int]) -> tuple[int, ...]:
         """The number of rows in each micro-batch of a rank."""
-        numbers = range(len(self._micro_batches(rank, group)))
-        return tuple(self.rows_read(rank, number, group).count for number in numbers)
+        return tuple(rows.count for rows in self.read(rank, group))
 
     def is_cut_short(self, group: Sequence[int]) -> bool:
         """True if the last batch of a group of steps is the last of an epoch, and it has fewer
@@ -111,27 +121,6 @@ class Record:
         most = max(len(self.counts(0, one)) for one in self.groups)
         is_short = len(self.counts(0, group)) < most
         return is_short and bool(numbers) and (numbers[-1] + 1) % batches == 0
-
-    def read(self, group: Sequence[int]) -> list[Rows]:
-        """What the ranks read in a group of steps, in the order of ``rows``."""
-        return [
-            self.rows_read(rank, number, group)
-            for rank in range(self.world_size)
-            for number in range(len(self._micro_batches(rank, group)))
-        ]
-
-    def read_by_micro_batch(self, group: Sequence[int]) -> list[list[Rows]]:
-        """For each micro-batch, what the ranks read in it that have one with this number."""
-        by_number: dict[int, list[Rows]] = {}
-        for rank in range(self.world_size):
-            for number in range(len(self._micro_batches(rank, group))):
-                by_number.setdefault(number, []).append(self.rows_read(rank, number, group))
-        return list(by_number.values())
-
-    def rows_read(self, rank: int, micro_batch: int, group: Sequence[int]) -> Rows:
-        """What a rank read in one micro-batch of a group of steps."""
-        step, place = self._micro_batches(rank, group)[micro_batch]
-        return self.step(rank, step).read_rows[place]
 
     def _micro_batches(self, rank: int, group: Sequence[int]) -> list[tuple[int, int]]:
         """For each micro-batch of a rank, the step and the place there of its batch, from the first
@@ -247,8 +236,7 @@ def _rows_of_rank(record: Record, rank: int) -> dict[str, list[str]]:
     """Digests of the rows that a rank has read in all steps, by the path of their leaf."""
     found: dict[str, list[str]] = {}
     for group in record.groups:
-        for number in range(len(record.counts(rank, group))):
-            rows = record.rows_read(rank, number, group)
+        for rows in record.read(rank, group):
             for path, tensor in rows.tensors.items():
                 is_small = tensor.numel() * record.world_size <= MOST_ELEMENTS
                 if rows.has_rows(path) and is_small and tensor[0].numel() >= LEAST_ELEMENTS:

@@ -7,19 +7,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ddp_equivalence.measurement.call_watch import Lines
 from ddp_equivalence.measurement.calls import Call, Operations
 from ddp_equivalence.measurement.observation import Observation, RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.returned import DeclaredRows
-from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import with_real_files
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import unwrapped, with_real_files
 from ddp_equivalence.observed_scripts.recorded_step import write_whole
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.ranks.collectives import (
@@ -28,7 +26,8 @@ from ddp_equivalence.ranks.collectives import (
     watch_handles,
 )
 
-# Watches one step of a rank line by line, as the steps of ``check`` are watched.
+if TYPE_CHECKING:
+    from ddp_equivalence.observed_scripts.in_script.watch import Watch
 
 FILE = "closer_look.pt"
 """Holds an ``Observation`` and, if they were logged, ``Operations``."""
@@ -44,26 +43,17 @@ class CloserLook:
         self._operations: LoggedOperations | None = None
         self._open = ExitStack()
 
-    @property
-    def begun(self) -> bool:
-        """The step is being watched."""
-        return self._observer is not None
-
     def begin(
         self,
         module: nn.Module,
-        wrapped: list[tuple[DistributedDataParallel, Lines]],
-        no_sync_at: Lines | None,
-        hooked: list[Hooked],
+        watch: Watch,
         set_up: Sequence[Call],
         operations: LoggedOperations | None,
     ) -> None:
         """Watch from here on. The user's functions that are running now are followed too.
 
-        ``wrapped``: the DDP wrappers of the module, with the lines that made them. ``no_sync_at``:
-        the last lines that called no_sync. ``hooked``: the communication hooks of all wrappers.
-        ``set_up``: other calls that were made before. ``operations``: a log that has begun with
-        the step's first batch.
+        ``set_up``: calls that were made before, beside those that ``watch`` knows of.
+        ``operations``: a log that has begun with the step's first batch.
         """
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
         declared = DeclaredRows([()])
@@ -76,10 +66,12 @@ class CloserLook:
         new_collectives()  # those before are no evidence
         observer.was_set_up(set_up)
         self._open.enter_context(observer.watching(sys._getframe(1)))
-        for ddp, lines in wrapped:
-            off_at = None if ddp.require_backward_grad_sync else no_sync_at
+        for ddp, lines in watch.wrapped:
+            if unwrapped(ddp) is not module:
+                continue
+            off_at = None if ddp.require_backward_grad_sync else watch.no_sync_at
             observer.was_wrapped(ddp, lines, off_at)
-            for one in hooked:
+            for one in watch.hooked:
                 if one.ddp is ddp:
                     observer.was_hooked(one.hook, one.state, one.lines)
         if self._look_at.operations:

@@ -187,7 +187,6 @@ class FedLoaders:
     def __init__(self, told: Told, loaders: Loaders, asked: AskedQueries) -> None:
         self._told, self._loaders, self._asked = told, loaders, asked
         self.batches: dict[int, int] = {}
-        self._has_told = False
         self._fed = set[bool]()
 
     @cached_property
@@ -249,7 +248,7 @@ class FedLoaders:
         if number is None or not self.is_fed(number):
             return batches
         if number == self.in_order[0] and self._epoch.batches:
-            self._has_told, batches = True, self._epoch.batches
+            batches = self._epoch.batches
         return self._asked.batches_of_epoch(self.batches.get(number, 0)) or batches
 
     def ends_epoch(self, loader: int, first: int) -> bool:
@@ -259,8 +258,7 @@ class FedLoaders:
         batch = self.batches.get(loader, 0)
         if batch == first or not self.is_fed(loader) or loader != self.in_order[0]:
             return False
-        in_query = self._has_told and self._asked.crosses(first + self._epoch.batches, batch)
-        return in_query or self._asked.ends_epoch_before(batch)
+        return self._asked.ends_epoch_before(batch)
 
 
 @cache
@@ -601,11 +599,6 @@ class AskedQueries:
             return True
         after, place = self.of_batch(batch)
         return after.is_epoch and place == 0
-
-    def crosses(self, end: int, batch: int) -> bool:
-        """With this batch, a query begins that has batches before and after the one at ``end``."""
-        query, place = self.of_batch(batch)
-        return place == 0 and batch < end < batch + len(query.micro_batches)
 
     def batches_of_epoch(self, batch: int) -> int | None:
         """How many batches the epoch has to which the last batch before this one belongs, if its

@@ -25,7 +25,6 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
 from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     named_tensors,
-    unwrapped,
     whole,
 )
 from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, SetUpCalls, Watch
@@ -204,11 +203,9 @@ class Recorder(Watch):
             return
         module = self.names.modules[name]
         self._closer_look = CloserLook(look_at, rank_of_process())
-        wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         set_up = [] if self._set_up is None else self._set_up.end(names)
-        before = (wrapped, self.no_sync_at, self.hooked, set_up, self._operations)
-        self._closer_look.begin(module, *before)
+        self._closer_look.begin(module, self, set_up, self._operations)
 
     @property
     def _is_looked_at(self) -> bool:
