@@ -24,12 +24,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     limits_by_name,
 )
 from ddp_equivalence.diagnosis.lines.decisions import with_call_sites
-from ddp_equivalence.diagnosis.lines.of_gradients import (
-    fix_of_dropped_results,
-    lines_of_dropped_results,
-)
-from ddp_equivalence.diagnosis.lines.of_groups import with_origins_of_groups
-from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor, lines_of_lost_results
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.lines.origins import lines_behind
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.residual import (
@@ -219,25 +214,18 @@ def _pointed(finding: Finding, view: View) -> Finding:
         sentence=words.sentence,
         headline=words.headline,
         is_guess=words.is_guess,
-        fix=fix_of_dropped_results(view) or hypothesis.fix(view),
+        fix=hypothesis.fix(view),
         lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),
     )
 
 
 def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
-    """Those of the cause, and a collective whose result nothing uses.
-
-    Where the reduction is wrong, only a collective of gradients can have to do with it.
-    """
+    """Those of the cause, and what set the numbers and attributes that the faulty one uses."""
     lines = hypothesis.lines(view)
     if hypothesis.of_place:
         lines = with_call_sites(view, lines)
-    lines = with_origins_of_groups(view, lines)
-    known = {one.line for one in lines}
-    lost = lines_of_lost_results(view, not hypothesis.of_the_loss)
-    lost += [one for one in lines_of_dropped_results(view) if one not in lost]
-    found = [*(one for one in lost if one.line not in known), *lines]
+    found, known = list(lines), {one.line for one in lines}
     rank = min(view.observed.by_rank, default=0)
     if hypothesis.of_a_number and len(found) < MOST_LINES:
         made = [line for one in lines if one.is_fault for line in _numbers(view, rank, one)]

@@ -20,7 +20,7 @@ from ddp_equivalence.case.random_state import step_seed
 from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.rounding import Expected
-from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, CollectiveCall, Contents, Kind
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -167,6 +167,11 @@ class CallSite:
         return tuple(sorted(found))
 
     @property
+    def op(self) -> str:
+        """The collective that its first call issued; "" if it issued none."""
+        return "" if self.first.collective is None else self.first.collective.op
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The parameters that its calls were about, on the lowest rank, in order and each once."""
         found: dict[str, None] = {}
@@ -199,12 +204,19 @@ class StepCalls:
         places: dict[tuple[CodeLine, Kind], CallSite] = {}
         for rank in sorted(self.by_rank):
             for call in self.by_rank[rank]:
-                line = call.users_line or call.line
+                line = call.at
                 if line is None or call.kind not in kinds or not where(call):
                     continue
                 place = places.setdefault((line, call.kind), CallSite(line, call.kind))
                 place.by_rank.setdefault(rank, []).append(call)
         return list(places.values())
+
+    def collectives(self, where: Callable[[Call, CollectiveCall], bool]) -> list[CallSite]:
+        """The lines that issued collectives of this kind."""
+        return self.places(
+            Kind.COLLECTIVE,
+            where=lambda call: call.collective is not None and where(call, call.collective),
+        )
 
     @cached_property
     def reductions(self) -> list[CallSite]:
@@ -224,8 +236,7 @@ class StepCalls:
         """The lines that multiply gradients by this number."""
 
         def is_it(call: Call) -> bool:
-            value = call.change.factor if call.change is not None else None
-            return value is not None and abs(value - factor) <= 1e-5 * abs(factor)
+            return call.factor is not None and abs(call.factor - factor) <= 1e-5 * abs(factor)
 
         return self.changes(is_it)
 

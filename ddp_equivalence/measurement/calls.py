@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import inspect
 import os
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -16,11 +13,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.case.batch_tree import attributes_of
 from ddp_equivalence.comparison.gradients import bytes_of
@@ -43,12 +37,13 @@ class CodeLine:
 
 
 class Kind(Enum):
-    """What a call does."""
+    """What a call does, or what a line was seen to do."""
 
     WRAP = "wrap"
     FORWARD = "forward"
     BACKWARD = "backward"
     COLLECTIVE = "collective"
+    POINT_TO_POINT = "point to point"
     NO_SYNC = "no_sync"
     CLIP = "clip"
     ZERO_GRAD = "zero_grad"
@@ -58,27 +53,29 @@ class Kind(Enum):
     SHUFFLE = "shuffle"
     SCALE = "scale"
     UNSCALE = "unscale"
-    LOSS = "loss"
-    SYNCHRONISATION = "synchronisation"
-    HOOK = "communication hook"
-    CHANGE = "change"
-    READ = "read"
-    LOSS_FUNCTIONS = "functions of the loss"
-    MODULE = "module"
     SAMPLER = "sampler"
     LOADER = "loader"
+    HOOK = "communication hook"
     TENSOR_HOOK = "tensor hook"
     IGNORE = "ignore"
-    WEIGHTS = "weights"
-    REQUIRES_GRAD = "requires_grad"
-    INDICES = "indices"
-    POINT_TO_POINT = "point to point"
-    MODULE_STATE = "state of a module"
-    DRAW = "draw"
-    BUFFERS = "buffers"
     SHARDING = "sharding"
-    DROPPED = "dropped result"
     DIVIDE_FACTOR = "divide factor"
+    # A module that draws or couples examples, and a line that sets an attribute of one.
+    MODULE = "module"
+    MODULE_STATE = "state of a module"
+    # Lines that change gradients, weights, buffers or flags.
+    CHANGE = "change"
+    WEIGHTS = "weights"
+    BUFFERS = "buffers"
+    REQUIRES_GRAD = "requires_grad"
+    SYNCHRONISATION = "synchronisation"
+    # Lines that draw, make a scalar with a gradient, compute a part of the loss of a backward, set
+    # a variable to positions, or first hold what a forward pass reads.
+    DRAW = "draw"
+    LOSS = "loss"
+    LOSS_FUNCTIONS = "functions of the loss"
+    INDICES = "indices"
+    READ = "read"
 
 
 class Contents(Enum):
@@ -102,9 +99,8 @@ class CollectiveCall:
     are this many times what they are copied from. ``asynchronous``: it returned a handle.
     ``dtype``: of its first tensor of floating-point numbers, such as ``bfloat16``; "" without one.
     ``loses_gradient``: a tensor that went in required a gradient, and what comes out has none.
-    ``result_is_gone``: it writes its result to the tensor that went in, and when the line had run
-    nothing held the memory of this tensor any longer. ``parts_of``: of contents that are something
-    else, the parameters from whose gradients every element was taken, such as some rows of one.
+    ``parts_of``: of contents that are something else, the parameters from whose gradients every
+    element was taken, such as some rows of one.
     """
 
     op: str
@@ -117,7 +113,6 @@ class CollectiveCall:
     asynchronous: bool = False
     dtype: str = ""
     loses_gradient: bool = False
-    result_is_gone: bool = False
     parts_of: tuple[str, ...] = ()
 
 
@@ -137,60 +132,31 @@ class GradientChange:
 
 
 @dataclass(frozen=True)
-class HookState:
-    """The state that DDP was given with a communication hook.
-
-    ``kind``: its class. ``arguments``: those that the class takes, by name, in their order.
-    ``asked``: the attributes of the state that stand in conditions of the hook.
-    """
-
-    kind: str
-    arguments: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Call:
     """One call of a step.
 
     ``line``: the innermost line outside torch and this package; None if it is not known.
     ``users_line``: the innermost line of the user's own code; it differs from ``line`` where an
-    installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
-    many calls of backward had begun before in this step. ``value``: the loss of a backward, the
-    norm or value of a clip, the seed (also of a sampler), or the scale. ``what``: the class of a
-    wrapper or module, the function that clipped or shuffled, the class of an optimizer, the
-    operation that made a loss, the functions that computed it, a sampler, loader or hook as text, a
-    digest of the weights, what ``requires_grad`` was set to, or an attribute of a module with its
-    new value. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
-    changed; the names of modules.
-    ``collective``, ``change`` and ``hook_state``: of calls of these kinds. ``ranks``: of a new
-    group.
-    ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward pass,
-    the line of the user's that named the module; functions that were given it come below. Of a
-    loader, where the length of a data set of the user's own begins.
-    ``examples``: the positions, in the batch of all steps, that a forward pass read; () if they are
-    not known. ``line`` of these is the one that first held what was read.
+    installed package made the call. ``callers``: the user's lines that led to it, the innermost
+    first. ``step``: the number of the step, from 0. ``backwards``: how many calls of backward had
+    begun before in this step. ``in_backward``: the call was made while a backward pass ran.
 
-    A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value. A
-    ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A
-    ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
-    ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;
-    a ``TENSOR_HOOK`` is one on a parameter or a module. A ``DRAW`` is a line under which ``what``,
-    such as torch, drew random numbers: ``value`` is 1 in a forward pass of the model, else 0.
-    ``made_at``: where the loss of a backward
-    was computed, where the function of a hook or the sampler of a loader begins, or which line
-    first held the tensor that went into a collective, if that is known. A ``POINT_TO_POINT`` sends
-    a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line
-    that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
-    lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip, a
-    zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
-    innermost first. ``numbers``: those that the state of a communication hook held as attributes,
-    by name. ``norm``: what a clip by the norm found, before it clipped; None if that is not known.
-    A ``SHARDING`` gave the parameters ``names`` to ``what``, such as fully_shard.
-    ``ranks`` of it, and of a wrapper: among which gradients are reduced; () if that is not known.
-    A ``DIVIDE_FACTOR`` set the number by which FSDP divides the gradients of one module: ``value``.
-    A ``DROPPED`` is a line of a hook that gave the variable ``what`` a tensor which nothing held
-    when the hook had returned None, and ``names`` the function that registered it.
+    ``value``: the loss of a backward or a line, the limit of a clip, a seed, a scale or a divide
+    factor, the length of the data set of a sampler or loader; 0 or 1 for what was switched off or
+    on (synchronisation, requires_grad), and 1 for a draw in a forward pass of the model. ``norm``:
+    what a clip by the norm found before it clipped; None if that is not known. ``numbers``: those
+    that a sampler or loader was given, by name.
+    ``what``: the class, function or operation that is called, a sampler or loader as text, a digest
+    of the weights, the variable that a line set, or an attribute of a module with its new value.
+    ``names``: the parameters that it is about; the names of modules; the functions of autograd that
+    computed a loss. ``ranks``: of a new group, or among which a wrapper reduces gradients; () if
+    that is not known. ``collective`` and ``change``: of calls of these kinds. ``examples``: the
+    positions, in the batch of all steps, that a forward pass read or a list holds; () if they are
+    not known.
+    ``made_at``: where the loss of a backward was computed, where the function of a hook or the
+    sampler of a loader begins, or which line first held the tensor that went into a collective.
+    ``chosen_at``: of a forward pass, the line of the user's that named the module; functions that
+    were given it come below.
     """
 
     kind: Kind
@@ -211,7 +177,26 @@ class Call:
     made_at: CodeLine | None = None
     callers: tuple[CodeLine, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
-    hook_state: HookState | None = None
+
+    @property
+    def at(self) -> CodeLine | None:
+        """The line that a report shows: the user's own, or else the innermost one."""
+        return self.users_line or self.line
+
+    @property
+    def factor(self) -> float | None:
+        """What gradients were multiplied by; None if they were not."""
+        return None if self.change is None else self.change.factor
+
+    @property
+    def clears(self) -> bool:
+        """True if gradients were set to None or to zero."""
+        return self.change is not None and self.change.cleared
+
+    @property
+    def rewrites(self) -> bool:
+        """True if gradients were changed other than by a number."""
+        return self.change is not None and self.change.factor is None
 
 
 # Finds the lines of code that called a function, outside torch and this package.
@@ -381,145 +366,6 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) is Tensor else tensor.detach().as_subclass(Tensor)
 
 
-# Reads what decides in a communication hook: the attributes of its state that it asks.
-
-ASKING = (ast.If, ast.While, ast.IfExp)
-
-
-def owner_of_numbers(hook: object, state: object) -> object:
-    """The object whose numbers a hook may ask: its state, or what it is a method of."""
-    if _has_attributes(state):
-        return state
-    bound = getattr(_called(hook), "__self__", None)
-    return bound if _has_attributes(bound) else None
-
-
-def state_of_hook(hook: object, state: object) -> HookState | None:
-    """What is known of this object; None if it is no object with attributes."""
-    owner = owner_of_numbers(hook, state)
-    if owner is None:
-        return None
-    first = 0 if owner is not state or not inspect.ismethod(_called(hook)) else 1
-    return HookState(type(owner).__name__, _arguments_of(type(owner)), _asked_in(hook, first))
-
-
-def _called(hook: object) -> object:
-    """The function or method that runs when a hook is called."""
-    return hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004
-
-
-def attributes_of_hook(owner: object) -> dict[str, Any]:
-    """The attributes of an object, also those in slots."""
-    slots = [name for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
-    return {**found, **getattr(owner, "__dict__", {})}
-
-
-def _has_attributes(owner: object) -> bool:
-    if inspect.isclass(owner) or inspect.isroutine(owner) or inspect.ismodule(owner):
-        return False
-    return hasattr(owner, "__dict__") or bool(getattr(type(owner), "__slots__", ()))
-
-
-def _arguments_of(kind: type) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(kind).parameters)
-    except (TypeError, ValueError):
-        return ()
-
-
-def _asked_in(hook: object, argument: int) -> tuple[str, ...]:
-    """The attributes of an argument of a hook, with this number, that its conditions name."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(_called(hook))))  # type: ignore[arg-type]
-        function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError, ValueError, IndexError):
-        return ()
-    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return ()
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    asked = (one for name in names[argument : argument + 1] for one in _asked(function, name))
-    return tuple(dict.fromkeys(asked))
-
-
-def _asked(function: ast.AST, state: str) -> Iterator[str]:
-    for node in ast.walk(function):
-        for part in ast.walk(node.test) if isinstance(node, ASKING) else ():
-            base = part.value if isinstance(part, ast.Attribute) else None
-            if isinstance(part, ast.Attribute) and isinstance(base, ast.Name) and base.id == state:
-                yield part.attr
-
-
-# The functions of torch that say which examples a rank gets, or what DDP does with gradients.
-
-Described = tuple[Kind, str, float]
-"""The kind of the call, the call as text, and a number that it is about."""
-
-
-def _sampler(frame: FrameType) -> Described:
-    """The number is the length of the data set."""
-    values = frame.f_locals
-    count, rank = values.get("num_replicas"), values.get("rank")
-    shown = (
-        f"num_replicas={dist.get_world_size() if count is None else count}, "
-        f"rank={dist.get_rank() if rank is None else int(rank)}, "
-        f"shuffle={values.get('shuffle')}, drop_last={values.get('drop_last')}"
-    )
-    return Kind.SAMPLER, f"{_class_of(values)}({shown})", _length(values.get("dataset"))
-
-
-def _loader(frame: FrameType) -> Described:
-    """The number is the length of the data set."""
-    values = frame.f_locals
-    shown = [f"batch_size={values.get('batch_size')}"]
-    if values.get("sampler") is not None:
-        shown.append(f"sampler={type(values['sampler']).__name__}")
-    if values.get("batch_sampler") is not None:
-        shown = [f"batch_sampler={type(values['batch_sampler']).__name__}"]
-    shown += [f"{name}=True" for name in ("shuffle", "drop_last") if values.get(name)]
-    text = f"{_class_of(values)}({', '.join(shown)})"
-    return Kind.LOADER, text, _length(values.get("dataset"))
-
-
-def own_sampler(frame: FrameType) -> CodeLine | None:
-    """Where a class of the user's, which gives a loader its order, begins to do so."""
-    for name in ("sampler", "batch_sampler"):
-        sampler = frame.f_locals.get(name)
-        line = beginning_of(getattr(type(sampler), "__iter__", None))
-        if line is not None:
-            return line
-    return None
-
-
-def own_length(frame: FrameType) -> CodeLine | None:
-    """Where a data set of the user's class, which a loader was given, says how long it is."""
-    return beginning_of(getattr(type(frame.f_locals.get("dataset")), "__len__", None))
-
-
-def _ignoring(frame: FrameType) -> Described:
-    """The number is how many parameters and buffers DDP is to ignore."""
-    names = frame.f_locals.get("params_and_buffers_to_ignore", ())
-    return Kind.IGNORE, "_set_params_and_buffers_to_ignore_for_model", _length(names)
-
-
-def _class_of(values: dict[str, Any]) -> str:
-    return type(values["self"]).__name__
-
-
-def _length(data: Any) -> float:
-    try:
-        return float(len(data))
-    except TypeError:  # a data set that is only iterated
-        return 0.0
-
-
-DATA_FUNCTIONS: dict[CodeType, Callable[[FrameType], Described]] = {
-    DistributedSampler.__init__.__code__: _sampler,
-    DataLoader.__init__.__code__: _loader,
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.__code__: _ignoring,
-}
-
-
 # The operations of torch that a step ran on one rank, as data.
 
 
@@ -534,16 +380,13 @@ class Value:
     @classmethod
     def of(cls, tensor: Tensor) -> Value:
         """The values of a plain tensor."""
-        flat = tensor.detach().to("cpu", torch.float64).contiguous().reshape(-1)
         name = str(tensor.dtype).removeprefix("torch.")
-        return cls(tuple(tensor.shape), name, bytes_of(flat).tobytes())
+        return cls(tuple(tensor.shape), name, packed(tensor.detach().reshape(-1)))
 
     @property
     def tensor(self) -> Tensor:
         """The values again, of dtype float64."""
-        if not self.elements:
-            return torch.empty(self.shape, dtype=torch.float64)
-        return torch.frombuffer(bytearray(self.elements), dtype=torch.float64).reshape(self.shape)
+        return unpacked(self.elements).reshape(self.shape)
 
     @property
     def is_floating_point(self) -> bool:

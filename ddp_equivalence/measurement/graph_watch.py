@@ -63,7 +63,9 @@ class GraphLines:
             self._ends.append(end)
             self._lines.append(line)
 
-    def of(self, roots: Iterable[Tensor], beyond: Set[CodeLine]) -> Mapping[CodeLine, str]:
+    def of(
+        self, roots: Iterable[Tensor], beyond: Set[CodeLine]
+    ) -> Mapping[CodeLine, tuple[str, ...]]:
         """The lines that computed these tensors, the last one first, and the functions they used.
 
         Nodes behind one whose line is in ``beyond`` are left out.
@@ -81,7 +83,7 @@ class GraphLines:
                 found.setdefault(line, {})[node.name().partition("Backward")[0]] = None
             if line not in beyond:
                 waiting += [one for one, _ in node.next_functions if one is not None]
-        return {line: " ".join(names) for line, names in found.items()}
+        return {line: tuple(names) for line, names in found.items()}
 
     def _line_of(self, node: Any) -> CodeLine | None:
         place = bisect_right(self._ends, node._sequence_nr())

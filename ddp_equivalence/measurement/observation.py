@@ -30,11 +30,10 @@ from ddp_equivalence.measurement.draws import Draw, DrawWatch
 from ddp_equivalence.measurement.gradient_watch import (
     BufferWatch,
     GradientWatch,
-    HookResults,
     HookWatch,
 )
 from ddp_equivalence.measurement.graph_watch import OwnBackward, OwnBackwards
-from ddp_equivalence.measurement.lines import Handler, LineTracer, line_of_caller, merged_handlers
+from ddp_equivalence.measurement.lines import Handler, LineTracer, line_of_caller
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.users_line import counts_as_torch
@@ -395,12 +394,11 @@ class LineEvents:
         self._append = append
         self._in_forward = in_forward
         self._hooks: HookWatch | None = None
-        self._results = HookResults(append)
         self._line: CodeLine | None = None
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
-        return merged_handlers(self._states.handlers(), self._results.handlers())
+        return self._states.handlers()
 
     def attach(self, tracer: LineTracer, gradients: GradientWatch) -> None:
         """From now on the tracer tells of its events. ``gradients``: of the same model."""
@@ -415,7 +413,6 @@ class LineEvents:
 
     def backward_ended(self) -> None:
         """No hook runs any longer."""
-        self._results.tell_of_all()
         if self._hooks is not None:
             self._hooks.backward_ended()
 
@@ -426,7 +423,6 @@ class LineEvents:
             self._ended(line_at(frame) if event == "line" else line_of_caller(frame), in_backward)
         if in_backward and self._hooks is not None:
             self._hooks.on_event(frame, event)
-            self._results.on_event(frame, event, returned)
         if in_backward and event == "return":
             self.own_backwards.on_return(frame, returned)
 

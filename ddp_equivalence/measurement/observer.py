@@ -139,9 +139,9 @@ class Observer:
         self._calls.was_wrapped(ddp, lines, off_at)
         self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
-    def was_hooked(self, hook: Any, state: object, lines: Lines) -> None:
+    def was_hooked(self, hook: Any, lines: Lines) -> None:
         """These lines gave a wrapper a communication hook, before the model was watched."""
-        self._calls.was_hooked(hook, state, lines)
+        self._calls.was_hooked(hook, lines)
 
     def was_set_up(self, calls: Sequence[Call]) -> None:
         """These calls were made before the model was watched."""
@@ -168,7 +168,7 @@ class Observer:
             collectives=collectives,
             equal_examples=self._lookup.equal_examples(),
             calls=tuple(self._calls.calls),
-            lines_run=tuple(self._calls.further.lines_run),
+            lines_run=tuple(self._calls.lines_run),
             trace=self._calls.trace(self._modules),
             own_backwards=self._calls.events.own_backwards.found,
         )
@@ -178,7 +178,7 @@ class Observer:
             return None
         rows = self._declared.or_recognised(self._lookup.rows_of(arguments))
         examples = rows.if_certain if rows is not None else ()
-        self._calls.further.forward(sys._getframe(), arguments, examples)
+        self._calls.reads(sys._getframe(), arguments, examples)
         ended = self._calls.forward(self._model)
         self._forwards.append(
             Forward(

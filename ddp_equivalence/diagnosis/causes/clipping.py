@@ -18,7 +18,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     on_every_rank,
     ranks_by_number,
 )
-from ddp_equivalence.diagnosis.lines.decisions import at_meeting, meeting_lines
+from ddp_equivalence.diagnosis.lines.decisions import at_meeting
 from ddp_equivalence.diagnosis.lines.of_reduction import by_hand, line_of_reduction
 from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of
 from ddp_equivalence.diagnosis.means_of_parts import (
@@ -103,11 +103,8 @@ def _may_have_clipped(view: View) -> bool:
     calls = (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
     return any(
         call.kind is Kind.CLIP
-        or (
-            call.change is not None
-            and not call.change.cleared
-            and (call.change.factor is None or 0 < abs(call.change.factor) < 1)
-        )
+        or (call.rewrites and not call.clears)
+        or 0 < abs(call.factor or 0) < 1
         for call in calls
     )
 
@@ -159,9 +156,7 @@ def _lines_before_reducing(view: View) -> Sequence[PointedLine]:
     reduction = line_of_reduction(view, is_fault=not clips)
     for place, note in clips[:1]:
         clip, later = place.pointed(note, True), _reduction_after(place, view)
-        reduced_at = (later.users_line or later.line) if later is not None else None
-        is_seen = reduction is not None and reduction.line == reduced_at
-        if is_seen and later is not None and meeting_lines(place.first, later) is not None:
+        if reduction is not None and later is not None and reduction.line == later.at:
             return at_meeting(clip, reduction, place.first, later)
         return in_order(view, clip, reduction)
     return in_order(view, reduction)
@@ -181,8 +176,7 @@ def _to(place: CallSite) -> str:
 
 
 def _factor(place: CallSite, rank: int) -> float | None:
-    change = place.by_rank[rank][0].change
-    return None if change is None or change.cleared else change.factor
+    return place.by_rank[rank][0].factor
 
 
 # Gradients are clipped after each micro-batch, not once after the window.
@@ -319,8 +313,8 @@ def _lines_in_parts(view: View) -> Sequence[PointedLine]:
         return [place.pointed(note, is_fault=True)]
     scaling = [
         place
-        for place in calls.changes(lambda call: bool(call.change and call.change.factor))
-        if len({call.change.factor for call in place.calls if call.change}) > 1
+        for place in calls.changes(lambda call: bool(call.factor))
+        if len({call.factor for call in place.calls}) > 1
     ]
     return last_of(scaling, "multiplies gradients by different numbers")
 
@@ -359,8 +353,7 @@ def _clip_of_scaled(view: View) -> _ScaledClip | None:
 
 def _divides_by(call: Call, scale: float) -> bool:
     """True if this call takes the scale out of gradients by hand."""
-    factor = call.change.factor if call.change is not None else None
-    return factor is not None and abs(factor * scale - 1) < EQUAL
+    return call.factor is not None and abs(call.factor * scale - 1) < EQUAL
 
 
 def _left_of_scaled(view: View) -> Sequence[WrongFactor]:

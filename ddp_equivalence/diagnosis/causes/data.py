@@ -27,13 +27,13 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.lines import of_data
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows, lines_that_share
-from ddp_equivalence.diagnosis.lines.origins import Sources
+from ddp_equivalence.diagnosis.lines.origins import lines_of_rank
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Contents, Kind
 
 BY_READING = "Gradients alone cannot decide: compare the examples that the ranks read."
 
@@ -58,16 +58,8 @@ def _weights_differ(view: View) -> Indication | None:
 
 def _lines_of_weights(view: View) -> Sequence[PointedLine]:
     """Where the weights came to differ, and a broadcast that has not made them equal."""
-
-    def sends_weights(call: Call) -> bool:
-        return (
-            call.backwards == 0
-            and call.collective is not None
-            and call.collective.contents in (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
-        )
-
-    calls = view.observed.calls
-    broadcasts = calls.places(Kind.COLLECTIVE, where=sends_weights)
+    calls, weights = view.observed.calls, (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
+    broadcasts = calls.collectives(lambda call, of: call.backwards == 0 and of.contents in weights)
     pointed = []
     for parted in _where_weights_part(view):
         note = f"changes {names_text(parted.names)}; the weights differ between ranks from here on"
@@ -75,9 +67,8 @@ def _lines_of_weights(view: View) -> Sequence[PointedLine]:
         pointed.append(parted.pointed(note, is_fault=not broadcasts, missing=missing))
     for place in broadcasts[-1:]:
         groups = groups_text(place.groups) if len(place.groups) > 1 else "one group"
-        if place.first.collective is not None:
-            note = f"{place.first.collective.op} of {names_text(place.names)} in {groups}"
-            pointed.append(place.pointed(f"{note}; weights differ after it", is_fault=True))
+        note = f"{place.op} of {names_text(place.names)} in {groups}; weights differ after it"
+        pointed.append(place.pointed(note, is_fault=True))
     seeds = calls.places(Kind.SEED, where=lambda call: call.backwards == 0)
     differ = [one for one in seeds if len({calls[-1].value for calls in one.by_rank.values()}) > 1]
     return [*last_of(differ, "seeds differ between ranks", is_fault=False), *pointed]
@@ -91,6 +82,20 @@ def _where_weights_part(view: View) -> list[CallSite]:
         held |= {rank: calls[-1].what for rank, calls in place.by_rank.items()}
         parted = (parted or [place]) if len(set(held.values())) > 1 else []
     return parted
+
+
+# What the ranks read: each of these causes is told by it, and predicts what right code would make
+# of just these examples.
+
+
+def _seen(view: View, holds: bool, because: str, otherwise: str) -> Indication | None:
+    """None if it is not known what was read."""
+    known = view.observed.examples_read is not None
+    return indication_if(holds, because, otherwise) if known else None
+
+
+def _as_read(view: View, holds: bool, detail: str = "") -> Sequence[Prediction]:
+    return predictions_from_examples_read(view, detail, counts_all=True) if holds else ()
 
 
 # All ranks read the same.
@@ -110,42 +115,30 @@ def _copies_of_one_shard(view: View) -> Sequence[Prediction]:
 
 
 def _same_read(view: View) -> Indication | None:
-    if view.observed.examples_read is None:
-        return None
-    return indication_if(
-        all_ranks_read_the_same(view),
-        f"every rank read {examples_seen(view, _read_by_rank_0(view))}",
-        "the ranks read different examples",
-    )
+    because = f"every rank read {examples_seen(view, _read_by_rank_0(view))}"
+    return _seen(view, all_ranks_read_the_same(view), because, "the ranks read different examples")
 
 
 def _read_by_rank_0(view: View) -> list[int]:
-    read = view.observed.examples_read or ((),)
-    return sorted({index for part in read[0] for index in part})
+    return sorted({index for part in (view.observed.examples_read or ((),))[0] for index in part})
 
 
 def _lines_that_give_all_the_same(view: View) -> Sequence[PointedLine]:
     """The sampler or loader that gives all ranks the same, and where this is read."""
+    what = "" if of_data.samplers(view) else "no DistributedSampler: "
+    made = _samplers_of_one_rank(view) if not what else of_data.loaders(view)
     pointed = [
-        place.pointed(f"{place.first.what} on every rank", is_fault=True)
-        for place in _samplers_of_one_rank(view)
+        place.pointed(f"{what}{place.first.what} on every rank", is_fault=True)
+        for place in made
+        if len(place.ranks) == view.world_size
     ]
-    if not pointed and not of_data.samplers(view):
-        pointed = [
-            place.pointed(f"no DistributedSampler: {place.first.what} on every rank", is_fault=True)
-            for place in of_data.loaders(view)
-            if len(place.ranks) == view.world_size
-        ]
     pointed = pointed or [
-        place.pointed(f"{place.first.collective.op} in {groups_text(place.groups)}")
+        place.pointed(f"{place.op} in {groups_text(place.groups)}")
         for place in of_data.data_collectives(view)
-        if place.first.collective is not None
     ]
-    pointed = pointed or lines_that_share(view)
     numbers = example_numbers(_read_by_rank_0(view), most=4)
     note = f"all {view.world_size} ranks read {numbers}" if view.observed.examples_read else ""
-    read = first_of(of_data.reads(view), note, not any(one.is_fault for one in pointed))
-    return of_data.with_reads(pointed[-2:], read)
+    return of_data.lines_of_reading(view, pointed, note=note)
 
 
 def _samplers_of_one_rank(view: View) -> list[CallSite]:
@@ -171,14 +164,6 @@ def _mend_same_data(view: View) -> str:
 # Ranks take slices of orders of their own.
 
 Order = tuple[int, ...]
-
-
-def _slices_of_own_orders(view: View) -> Sequence[Prediction]:
-    if not ranks_shuffled_apart(view):
-        return ()
-    repeated, unread = len(read_more_than_once(view)), len(read_by_no_rank(view))
-    detail = f"{repeated} examples read more than once, and {unread} by no rank"
-    return predictions_from_examples_read(view, detail)
 
 
 def ranks_shuffled_apart(view: View) -> bool:
@@ -233,7 +218,7 @@ def _lines_that_shuffle(view: View) -> Sequence[PointedLine]:
         seeded = seeds[-1].pointed(f"the seeds of the ranks: {values}", is_fault=True)
         return [seeded, *(place.pointed() for place in shuffles[:1] if place.line != seeded.line)]
     for place in shuffles[-1:]:
-        of_rank = Sources(run_lines(view, place.ranks[0])).lines_of_rank(place.line)[:1]
+        of_rank = lines_of_rank(run_lines(view, place.ranks[0]), place.line)[:1]
         seeding = [PointedLine(one, "is made with the rank", True) for one in of_rank]
         return [*seeding, place.pointed("each rank's order is another one", is_fault=True)]
     note = "the model reads other examples than its share"
@@ -249,12 +234,6 @@ def _differs_by_rank(place: CallSite) -> bool:
 # Ranks share examples, as where the line that takes a rank's share is wrong.
 
 
-def _overlapping_shares(view: View) -> Sequence[Prediction]:
-    if not _shares_overlap(view):
-        return ()
-    return predictions_from_examples_read(view, "; ".join(texts_of_rows(view)), counts_all=True)
-
-
 def _shares_overlap(view: View) -> bool:
     """True if several ranks read the same examples, and no other cause says why.
 
@@ -268,21 +247,14 @@ def _shares_overlap(view: View) -> bool:
 
 
 def _who_reads_what(view: View) -> Indication | None:
-    if view.observed.examples_read is None or not _shares_overlap(view):
-        return None
-    return Indication(True, "; ".join(texts_of_rows(view)))
+    return Indication(True, "; ".join(texts_of_rows(view))) if _shares_overlap(view) else None
 
 
 def _lines_of_overlapping_shares(view: View) -> Sequence[PointedLine]:
     """The lines that choose what a rank reads, and where it is read."""
     ranks = next(iter(read_by_several_ranks(view)), ())
-    sharing = of_data.lines_of_wrong_samplers(view)[:2] or lines_that_share(view, ranks)
-    read = [
-        place.pointed(of_data.what_was_read(view, place, ranks), is_fault=not sharing)
-        for place in of_data.reads(view)
-        if set(ranks) & set(place.ranks)
-    ]
-    return of_data.with_reads(sharing, read[-1:])
+    chosen = of_data.lines_of_wrong_samplers(view) or lines_that_share(view, ranks)
+    return of_data.lines_of_reading(view, chosen, ranks)
 
 
 def _mend_overlap(view: View) -> str:
@@ -293,14 +265,6 @@ def _mend_overlap(view: View) -> str:
 
 
 # Examples that pad all shards to the same length are counted twice.
-
-
-def _padded(view: View) -> Sequence[Prediction]:
-    repeated = read_more_than_once(view)
-    if not _is_padding(view) or all_ranks_read_the_same(view) or ranks_shuffled_apart(view):
-        return ()
-    detail = f"{examples_seen(view, repeated)} read more than once"
-    return predictions_from_examples_read(view, detail, counts_all=True)
 
 
 def _is_padding(view: View) -> bool:
@@ -329,48 +293,29 @@ def _are_overlapping_slices(view: View) -> bool:
     return follow and bool(read_by_several_ranks(view))
 
 
+def _padded(view: View) -> Sequence[Prediction]:
+    other = all_ranks_read_the_same(view) or ranks_shuffled_apart(view)
+    repeated = examples_seen(view, read_more_than_once(view))
+    return _as_read(view, _is_padding(view) and not other, f"{repeated} read more than once")
+
+
 def _read_again(view: View) -> Indication | None:
-    if view.observed.examples_read is None:
-        return None
     repeated = read_more_than_once(view)
-    if repeated and read_by_no_rank(view):
-        return Indication(False, "some examples were read twice, but others by no rank")
-    if repeated and passes_of_read_examples(view):
-        return Indication(False, "ranks read a micro-batch of their own once more")
-    if repeated and not _is_padding(view):
-        return Indication(False, "examples were read again, and yet the ranks read unequally many")
-    return indication_if(
-        bool(repeated),
-        f"{examples_seen(view, repeated)} (of {view.setting.example_count}) read more than once",
-        "no example was read twice",
+    seen = f"{examples_seen(view, repeated)} (of {view.setting.example_count}) read more than once"
+    otherwise = (
+        "examples were read again, and not to pad" if repeated else "no example was read twice"
     )
+    return _seen(view, _is_padding(view), seen, otherwise)
 
 
 def _lines_that_pad(view: View) -> Sequence[PointedLine]:
     """The sampler that pads, or the lines where examples are read again."""
-    repeated = read_more_than_once(view)
     pads = [
         place.pointed(f"pads {place.first.value:.0f} examples by {padding}", is_fault=True)
         for place in of_data.samplers(view)
         if (padding := of_data.padding_of(place))
     ]
-    pads = pads or of_data.line_that_repeats(view, repeated)
-    pads = pads or of_data.lines_of_own_sampler(view) or lines_that_share(view)
-    pointed = [
-        place.pointed(_who_read(view, place, repeated[:2]), is_fault=not pads)
-        for place in of_data.reads(view)
-        if of_data.ranks_that_read(view, place, repeated)
-    ]
-    return [*pads[:2], *pointed[: 3 - len(pads[:2])]]
-
-
-def _who_read(view: View, place: CallSite, examples: Sequence[int]) -> str:
-    readers = {one: of_data.ranks_that_read(view, place, [one]) for one in examples}
-    return "; ".join(
-        f"{ranks_by_number(ranks)} read{'s' if len(ranks) == 1 else ''} example {one}"
-        for one, ranks in readers.items()
-        if ranks
-    )
+    return of_data.lines_of_reading(view, pads)
 
 
 def _mend_padding(view: View) -> str:
@@ -386,24 +331,15 @@ def _without_dropped(view: View) -> Sequence[Prediction]:
     """The gradient of the examples read, if some were not read and none was read twice, or if a
     collective gave ranks the rows of others.
     """
-    if view.observed.examples_read is None:
-        return ()
-    if read_more_than_once(view) and not lines_that_replace_rows(view):
-        return ()
     dropped = read_by_no_rank(view)
-    detail = f"without {examples_seen(view, dropped)}"
-    return predictions_from_examples_read(view, detail, counts_all=True) if dropped else ()
+    holds = not read_more_than_once(view) or bool(lines_that_replace_rows(view))
+    return _as_read(view, bool(dropped) and holds, f"without {examples_seen(view, dropped)}")
 
 
 def _not_read(view: View) -> Indication | None:
-    if view.observed.examples_read is None:
-        return None
     dropped = read_by_no_rank(view)
-    return indication_if(
-        bool(dropped),
-        f"no rank read {examples_seen(view, dropped)} (of {view.setting.example_count})",
-        "every example was read",
-    )
+    because = f"no rank read {examples_seen(view, dropped)} (of {view.setting.example_count})"
+    return _seen(view, bool(dropped), because, "every example was read")
 
 
 def _lines_that_drop(view: View) -> Sequence[PointedLine]:
@@ -418,19 +354,10 @@ def _lines_that_drop(view: View) -> Sequence[PointedLine]:
         for place in of_data.loaders(view)
         if of_data.last_batch_of(view, place)
     ]
-    drops = (
-        lines_that_replace_rows(view)
-        or of_data.lines_of_wrong_samplers(view)
-        or drops
-        or of_data.line_that_drops(view, read_by_no_rank(view))
-        or of_data.lines_of_own_sampler(view)
-        or of_data.lines_that_leave_out(view)
+    replaced = lines_that_replace_rows(view)
+    return of_data.lines_of_reading(
+        view, replaced or of_data.lines_of_wrong_samplers(view) or drops
     )
-    read = [
-        place.pointed(of_data.what_was_read(view, place), is_fault=not drops)
-        for place in of_data.reads(view)
-    ]
-    return of_data.with_reads(drops[:2], read[-1:])
 
 
 def _mend_dropped(view: View) -> str:
@@ -478,7 +405,7 @@ CAUSES = (
         "ranks, and may change only with the epoch",
         headline="each rank shuffles in its own order",
         tell_apart="Do not shuffle: this difference then goes away.",
-        held=_slices_of_own_orders,
+        held=lambda view: _as_read(view, ranks_shuffled_apart(view)),
         indication=_other_orders,
         lines=_lines_that_shuffle,
         mend="shuffle with the same seed on every rank, and take the rank's slice of that one "
@@ -492,7 +419,7 @@ CAUSES = (
         "condition on the rank, which must give every example to one rank",
         headline="several ranks read the same examples",
         tell_apart=BY_READING,
-        held=_overlapping_shares,
+        held=lambda view: _as_read(view, _shares_overlap(view), "; ".join(texts_of_rows(view))),
         indication=_who_reads_what,
         lines=_lines_of_overlapping_shares,
         mend=_mend_overlap,

@@ -24,6 +24,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     losses_close,
     on_every_rank,
 )
+from ddp_equivalence.diagnosis.lines.of_groups import lines_of_hook_divisors
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
@@ -37,7 +38,6 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     line_that_scales,
     line_that_scales_gradients,
     lines_of_divisor,
-    lines_of_hook_number,
 )
 from ddp_equivalence.diagnosis.lines.words import first_of, in_order
 from ddp_equivalence.diagnosis.reduced import sum_is_right, sums_repeated
@@ -76,6 +76,22 @@ def _also_on_one_rank(view: View, factor: float) -> Indication | None:
 
 def _equal(factor: float, other: float) -> bool:
     return abs(factor - other) <= EQUAL * max(abs(factor), abs(other))
+
+
+def _scaled(view: View, factor: float) -> str:
+    """The "gradients" or the "loss", if a line was seen to multiply them by this number."""
+    if line_that_scales_gradients(view, factor) is not None:
+        return "the gradients"
+    return "the loss" if line_that_scales_loss(view, factor) is not None else ""
+
+
+def guess(times: str, what: str) -> Words:
+    """Less than the sentence of a cause says, where the numbers fit and nothing of it was seen."""
+    headline = f"gradients are {times} what they should be"
+    sentence = (
+        f"Gradients are {times} what they should be. {what} explains this, but none was seen."
+    )
+    return Words(sentence, headline, is_guess=True)
 
 
 def _averages_once(view: View) -> bool:
@@ -147,11 +163,9 @@ def _lines_that_average(view: View) -> Sequence[PointedLine]:
 
 
 def _mend_mean(view: View) -> str:
-    count = view.world_size
-    if line_that_scales_gradients(view, 1 / count) is not None:
-        return f"do not divide the gradients by {count}: those of a summed loss add up."
-    if line_that_scales(view, 1 / count) is not None:
-        return f"do not divide the loss by {count}: the gradients of a summed loss add up."
+    count, divided = view.world_size, _scaled(view, 1 / view.world_size)
+    if divided:
+        return f"do not divide {divided} by {count}: the gradients of a summed loss add up."
     if is_unseen(view):
         return f"add the gradients up, or multiply the loss by {count} where they are averaged."
     if by_hand(view) or in_hook(view):
@@ -214,9 +228,8 @@ def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
 
 
 def _mend_sum(view: View) -> str:
-    count = view.world_size
-    if line_that_scales(view, count) is not None:
-        what = "the loss" if line_that_scales_gradients(view, count) is None else "the gradients"
+    count, what = view.world_size, _scaled(view, view.world_size)
+    if what:
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
         if _means_weigh_unequally(view):
             # Without this factor the loss would still be a mean over the rank's own count.
@@ -313,12 +326,7 @@ def _words_of_two_divisions(view: View) -> Words | None:
     """Less than the sentence says, where it was not seen that both divisions are by the ranks."""
     count = view.world_size
     if not _divided_again(view):
-        headline = f"gradients are 1/{count} of what they should be"
-        sentence = (
-            f"Gradients are 1/{count} of what they should be. A second division by {count}, the "
-            "number of ranks, explains this, but none was seen."
-        )
-        return Words(sentence, headline, is_guess=True)
+        return guess(f"1/{count} of", f"A second division by {count}, the number of ranks,")
     alone = view.factor_on_one_rank() if _is_common(view, 1 / count) else None
     if alone is not None and _equal(alone, 1.0):
         return None  # the factor comes with the ranks
@@ -409,26 +417,23 @@ def _words_of_node(view: View) -> Words | None:
     """Less than the sentence says, where no division was seen."""
     local = _local_world_size(view)
     for one in _nodes_of_equal_size(view):
-        if line_that_scales(view, 1 / local) or _lines_of_hook(view):
+        if line_that_scales(view, 1 / local):
             return None
-        factor = text_of(one.value, ".4g")
-        sentence = (
-            f"Gradients are {factor} times what they should be. A division by {local}, the ranks "
-            f"of one node, in place of {view.world_size} explains this, but none was seen."
-        )
-        return Words(sentence, f"gradients are {factor} times too large", is_guess=True)
+        what = f"A division by {local}, the ranks of one node, in place of {view.world_size}"
+        times = f"{text_of(one.value, '.4g')} times"
+        return replace(guess(times, what), headline=f"gradients are {times} too large")
     return None
-
-
-def _lines_of_hook(view: View) -> list[PointedLine]:
-    return lines_of_hook_number(view, _local_world_size(view), "the ranks of one node")
 
 
 def _lines_that_divide_by_node(view: View) -> Sequence[PointedLine]:
     """Where the gradients are added up, and where they are divided."""
     divided = line_that_scales(view, 1 / _local_world_size(view))
     if divided is None:
-        in_its_hook = _lines_of_hook(view)
+        in_its_hook = [
+            replace(line, is_fault=True)
+            for hook in view.observed.calls.places(Kind.HOOK)[-1:]
+            for line in lines_of_hook_divisors(view, hook)
+        ]
         return in_order(view, line_of_reduction(view, is_fault=not in_its_hook), *in_its_hook)
     rank = min(view.observed.by_rank, default=0)
     return in_order(
@@ -461,11 +466,10 @@ def _wrong_divisor(view: View) -> int | None:
 
 def _divisor(call: Call) -> int | None:
     """The whole number that this call divided gradients by; None if it did not."""
-    factor = call.change.factor if call.change is not None else None
-    if factor is None or not 0 < factor < 1:
+    if call.factor is None or not 0 < call.factor < 1:
         return None
-    number = round(1 / factor)
-    return number if abs(1 / factor - number) < EQUAL * number else None
+    number = round(1 / call.factor)
+    return number if abs(1 / call.factor - number) < EQUAL * number else None
 
 
 def _all_ranks_add_up(view: View) -> bool:

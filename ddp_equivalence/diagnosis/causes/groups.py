@@ -26,7 +26,6 @@ from ddp_equivalence.diagnosis.lines.of_gradients import (
 )
 from ddp_equivalence.diagnosis.lines.of_groups import (
     hooks_of_all_steps,
-    lines_of_hook_state,
     lines_of_small_groups,
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_put_into, way_to
@@ -105,12 +104,11 @@ def _lines_of_groups(view: View) -> Sequence[PointedLine]:
     made = calls.places(Kind.NEW_GROUP, where=lambda call: tuple(sorted(call.ranks)) in used)
     reduced = [
         place.pointed(
-            f"{len(place.calls)} {place.first.collective.op}, in {groups_text(place.groups)}; "
+            f"{len(place.calls)} {place.op}, in {groups_text(place.groups)}; "
             f"none has all {view.world_size} ranks",
             is_fault=True,
         )
         for place in calls.reductions
-        if place.first.collective is not None
     ]
     return [*first_of(made, is_fault=False), *reduced[:2]] if reduced else _lines_of_wrapper(view)
 
@@ -122,7 +120,7 @@ def _lines_of_wrapper(view: View) -> Sequence[PointedLine]:
         return sharded
     if _hook_has_the_group(view):
         note = "the hook reduces in a group of some ranks"
-        return lines_of_hook_state(view) or last_of(hooks_of_all_steps(view), note)
+        return last_of(hooks_of_all_steps(view), note)
     of_step = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
     wrapped = of_step.places(Kind.WRAP) or view.observed.calls.backwards
     made = first_of(of_step.places(Kind.NEW_GROUP), is_fault=False)
@@ -301,7 +299,7 @@ def _lines_that_freeze(view: View) -> Sequence[PointedLine]:
     frozen = _ranks_with_frozen_parameters(view)
     places = view.observed.calls.places(
         Kind.REQUIRES_GRAD,
-        where=lambda call: "False" in call.what and bool(view.measured.differing & set(call.names)),
+        where=lambda call: not call.value and bool(view.measured.differing & set(call.names)),
     )
     return [
         place.pointed(

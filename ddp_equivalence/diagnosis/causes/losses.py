@@ -61,7 +61,7 @@ from ddp_equivalence.diagnosis.reduced import sum_is_right
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Contents, Kind
 from ddp_equivalence.measurement.graph_watch import OwnBackward
 
 MOST_COUNTS = 8
@@ -329,13 +329,8 @@ def _divided_by(view: View, wrong: Count) -> float | None:
     divides by its own right count has another cause.
     """
     count = wrong.value
-    factors = (
-        call.change.factor
-        for rank in view.observed.by_rank
-        for call in view.observed.calls.of(rank)
-        if call.change is not None and call.change.factor
-    )
-    if any(isclose(one * count, 1.0, rel_tol=LOSS_ROUNDING) for one in factors):
+    calls = [call for rank in view.observed.by_rank for call in view.observed.calls.of(rank)]
+    if any(isclose((one.factor or 0.0) * count, 1.0, rel_tol=LOSS_ROUNDING) for one in calls):
         return count
     backward = last_backward(view)
     losses = losses_before(view, backward) if backward is not None else []
@@ -508,7 +503,11 @@ def _compares_own_rows(view: View) -> bool:
     mean of the ranks' losses is right.
     """
     calls = (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
-    if not any(map(_is_gather, _gathers(view))) or any(map(_passes_on, calls)):
+    passes_on = any(  # the backward pass of a gather of torch.distributed.nn.functional
+        one.collective and one.in_backward and one.collective.contents is Contents.OTHER
+        for one in calls
+    )
+    if not any("gather" in place.op for place in _gathers(view)) or passes_on:
         return False
     if every_loss_is_the_big_batch_loss(view) or not mean_loss_is_the_big_batch_loss(view):
         return False
@@ -519,32 +518,17 @@ def _compares_own_rows(view: View) -> bool:
     return all(nearly_equal(held, mean) for held in view.measured.by_rank)
 
 
-def _is_gather(place: CallSite) -> bool:
-    """True for a gather. A sum brings no rank the rows of another."""
-    return place.first.collective is not None and "gather" in place.first.collective.op
-
-
-def _passes_on(call: Call) -> bool:
-    """True for the backward pass of a gather of torch.distributed.nn.functional."""
-    collective = call.collective
-    return collective is not None and call.in_backward and collective.contents is Contents.OTHER
-
-
 def _gathers(view: View) -> list[CallSite]:
     """The lines whose collectives bring outputs of other ranks into a forward pass."""
-
-    def is_in_forward(call: Call) -> bool:
-        collective = call.collective
-        return (
-            collective is not None
-            and not call.in_backward
+    places = view.observed.calls.collectives(
+        lambda call, of: (
+            not call.in_backward
             and call.backwards < len(view.observed.backwards(0))
-            and ("gather" in collective.op or collective.op == "all_reduce")
-            and collective.contents is Contents.OTHER
-            and (collective.elements > 1 or collective.loses_gradient)
+            and ("gather" in of.op or of.op == "all_reduce")
+            and of.contents is Contents.OTHER
+            and (of.elements > 1 or of.loses_gradient)
         )
-
-    places = view.observed.calls.places(Kind.COLLECTIVE, where=is_in_forward)
+    )
     # One element beside more of them is a loss, which is summed for a log.
     return [place for place in places if _elements(place) > 1] or places
 
@@ -572,16 +556,15 @@ def _lines_that_gather(view: View) -> Sequence[PointedLine]:
     """The collective in the forward pass, and the loss that is computed from what it returns."""
     gathers, is_own = _gathers(view), _compares_own_rows(view)
     if is_own:
-        gathers = [place for place in gathers if _is_gather(place)]
+        gathers = [place for place in gathers if "gather" in place.op]  # a sum brings no rows
     losing = [place for place in gathers if _loses(place)]
     pointed = []
     for place in (losing or gathers)[-1:]:
         count = _elements(place)
         verb = "requires" if count == 1 else "require"
         note = f", which {verb} a gradient; what it returns has none" if losing else ""
-        if place.first.collective is not None:
-            note = f"{place.first.collective.op} of {counted(count, 'element')}{note}"
-            pointed.append(place.pointed(note, is_fault=True))
+        note = f"{place.op} of {counted(count, 'element')}{note}"
+        pointed.append(place.pointed(note, is_fault=True))
     note = "begins at the loss of the whole batch on every rank"
     if is_own:
         note = "begins at the loss of this rank's examples against all ranks' outputs"
@@ -616,7 +599,7 @@ def _own_backwards(view: View) -> list[OwnBackward]:
 
 def _mend_gather(view: View) -> str:
     gathers = _gathers(view)
-    ops = [place.first.collective.op for place in gathers if place.first.collective]
+    ops = [place.op for place in gathers]
     if set(ops) == {"all_reduce"} and max(map(_elements, gathers)) == 1:  # a loss: DDP averages it
         return "call backward() on the rank's own loss, and reduce a detached copy for the log."
     op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"

@@ -19,20 +19,19 @@ from ddp_equivalence.diagnosis.hypothesis import (
     losses_close,
     where_all_report,
 )
-from ddp_equivalence.diagnosis.lines.decisions import lines_run_unevenly
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     common_factor,
     hook_text,
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
+    lines_that_made,
 )
-from ddp_equivalence.diagnosis.lines.origins import links_of_line
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.measurement.calls import Call, CollectiveCall, Kind
 from ddp_equivalence.ranks.collectives import Collective
 
 # The gradient still carries the factor of a loss scaler.
@@ -187,14 +186,12 @@ def _lines_of_own_scales(view: View) -> Sequence[PointedLine]:
     ]
     if not scaled and not changed:
         return in_order(view, line_of_reduction(view, is_fault=True))
-    beside = [] if scaled else lines_run_unevenly(view)[:1]
-    reduced = None if beside or begun else line_of_reduction(view)
-    return in_order(view, *beside, *scaled[-1:], *begun, reduced, *changed[-1:])
+    reduced = None if begun else line_of_reduction(view)
+    return in_order(view, *scaled[-1:], *begun, reduced, *changed[-1:])
 
 
 def _divisor(call: Call) -> float | None:
-    factor = None if call.change is None else call.change.factor
-    return 1 / factor if factor else None
+    return 1 / call.factor if call.factor else None
 
 
 def _by_rank(place: CallSite, number: Callable[[Call], float | None]) -> str:
@@ -247,10 +244,7 @@ def _reduced_in(log: Sequence[Collective]) -> set[str]:
 
 def _lines_of_overflow(view: View) -> Sequence[PointedLine]:
     calls = view.observed.calls
-    places = calls.reductions or calls.places(
-        Kind.COLLECTIVE,
-        where=lambda call: bool(call.collective and call.collective.elements > 1),
-    )
+    places = calls.reductions or calls.collectives(lambda _, of: of.elements > 1)
     note = "the sum over the ranks is too large for its type"
     return last_of(places or calls.backwards, note)
 
@@ -320,40 +314,21 @@ def _lines_of_narrow_type(view: View) -> Sequence[PointedLine]:
     """Where gradients are reduced in a narrower type, or the hook that does so."""
     calls = view.observed.calls
     backwards = {place.line for place in calls.backwards}
-    narrow = calls.places(Kind.COLLECTIVE, where=lambda call: _is_narrow(call, view))
+    narrow = calls.collectives(lambda _, of: _is_narrow(of, view))
     for place in reversed([one for one in narrow if one.line not in backwards]):
-        assert place.first.collective is not None
-        note = f"reduces in {place.first.collective.dtype}"
-        return [*_lines_that_narrow(view, narrow[-1]), place.pointed(note, True)]
+        dtype = place.first.collective.dtype if place.first.collective else ""
+        note = f"reduces in {dtype}"
+        made = lines_that_made(run_lines(view, place.ranks[0]), narrow[-1], is_fault=False)
+        return [*made, place.pointed(note, True)]
     hooks = calls.places(Kind.HOOK)
     if hooks:
         return last_of(hooks, hook_text(hooks[-1]))
     return in_order(view, line_of_reduction(view, is_fault=True))
 
 
-def _lines_that_narrow(view: View, place: CallSite) -> list[PointedLine]:
-    """The line that made the tensor of a narrower type, and the one that made what it is made of.
-
-    Empty if the line that reduces it has made it.
-    """
-    made_at = place.first.made_at
-    if made_at is None or made_at == place.line:
-        return []
-    links = links_of_line(run_lines(view, place.ranks[0]), made_at)[1:2]
-    return [
-        *(
-            PointedLine(one.line, f"sets {one.name}, which line {made_at.number} uses")
-            for one in links
-            if one.line != made_at
-        ),
-        PointedLine(made_at, "makes the tensor that is reduced"),
-    ]
-
-
-def _is_narrow(call: Call, view: View) -> bool:
-    """True if the call reduced more than one element in a narrower type than the gradients'."""
-    collective = call.collective
-    if collective is None or not collective.reduce_op or collective.elements < 2:
+def _is_narrow(collective: CollectiveCall, view: View) -> bool:
+    """True if it reduced more than one element in a narrower type than the gradients'."""
+    if not collective.reduce_op or collective.elements < 2:
         return False
     dtype = getattr(torch, collective.dtype, None)
     return dtype is not None and torch.finfo(dtype).eps > torch.finfo(view.setting.dtype).eps

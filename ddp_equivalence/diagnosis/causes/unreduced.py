@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,9 +12,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     indication_if,
     where_all_report,
 )
-from ddp_equivalence.diagnosis.lines.of_gradients import lines_into_temporaries
 from ddp_equivalence.diagnosis.lines.of_groups import (
-    lines_of_hook_state,
     lines_of_sharding,
     sharded_names,
 )
@@ -26,7 +23,8 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_that_left_out,
     lines_that_return_before,
 )
-from ddp_equivalence.diagnosis.lines.source import called_name, inside, place_of
+from ddp_equivalence.diagnosis.lines.origins import given_at
+from ddp_equivalence.diagnosis.lines.source import arguments_of, last_name
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import (
     gradients_were_reduced,
@@ -96,10 +94,9 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
     """The hook that reduces nothing, or the last backward, after which nothing is reduced."""
     calls = view.observed.calls
     for hook in calls.places(Kind.HOOK)[-1:]:
-        of_all = (call for of_rank in calls.by_rank.values() for call in of_rank)
-        reduces = any(call.collective is not None and call.in_backward for call in of_all)
+        reduces = calls.collectives(lambda call, of: call.in_backward)
         note = "" if reduces else "no collective was seen in this hook"
-        return lines_of_hook_state(view) or [hook.pointed(note, True)]
+        return [hook.pointed(note, True)]
     if calls.reductions:
         return ()
     missing = f"an all_reduce of every gradient over {view.world_size} ranks"
@@ -228,15 +225,10 @@ def _parameters_reduced(view: View) -> Indication | None:
 
 
 def _lines_of_parameters(view: View) -> Sequence[PointedLine]:
-    def reduces_parameters(call: Call) -> bool:
-        collective = call.collective
-        return (
-            collective is not None
-            and collective.op in REDUCING
-            and collective.contents in (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
-        )
-
-    places = view.observed.calls.places(Kind.COLLECTIVE, where=reduces_parameters)
+    of_parameters = (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
+    places = view.observed.calls.collectives(
+        lambda _, of: of.op in REDUCING and of.contents in of_parameters
+    )
     return [
         place.pointed(
             f"reduces {counted(len(place.names), 'parameter')} ({names_text(place.names)}), "
@@ -272,7 +264,7 @@ def _of_rank(calls: Sequence[Call]) -> frozenset[str]:
         elif call.kind is Kind.COLLECTIVE and call.collective is not None:
             if call.collective.contents is Contents.GRADIENTS:
                 unused -= set(call.collective.names)
-        elif call.change is not None and call.change.factor is None:
+        elif call.change is not None and call.rewrites:
             unused -= set(call.change.names)
     return frozenset(unused)
 
@@ -308,14 +300,8 @@ def _lines_of_copies(view: View) -> Sequence[PointedLine]:
     """Where the copies are made and reduced, and which others were written instead."""
     shown = [one for place in _reductions_of_copies(view)[:2] for one in _lines_of(place)]
     unused = _copied_and_not_used(view)
-    temporaries = lines_into_temporaries(view, names_text(sorted(unused)))
-    if temporaries:
-        return [*(replace(one, is_fault=False, missing="") for one in shown[:1]), *temporaries]
-
-    def writes_others(call: Call) -> bool:
-        return call.change is not None and call.change.factor is None and call.backwards > 0
-
-    for place in reversed(view.observed.calls.changes(writes_others)):
+    written = view.observed.calls.changes(lambda call: call.rewrites and call.backwards > 0)
+    for place in reversed(written):
         if not unused & set(place.names):
             note = f"writes {names_text(place.names)}, not {names_text(sorted(unused))}"
             decided = lines_that_left_out(view, place)
@@ -335,55 +321,34 @@ def _lines_of(place: CallSite) -> list[PointedLine]:
     made, site = place.first.made_at, _site(place)
     whose = f"a copy of {'a part of ' if is_part else ''}.grad of {names_text(sorted(names))}"
     copying = f"makes what line {place.line.number} reduces: {whose}"
+    is_far = (
+        site is not None or is_part or abs(made.number - place.line.number) > NEAR if made else 0
+    )
+    is_fault = site is not None or is_part
+    makes = [PointedLine(made, copying, is_fault)] if made is not None and is_far else []
     if site is None:
-        far = made is not None and (is_part or abs(made.number - place.line.number) > NEAR)
-        others = [PointedLine(made, copying, is_part)] if made is not None and far else []
-        return [place.pointed(note, is_fault=True, missing=missing), *others]
-    if made is None:
-        note_of_site = f"gives {whose} to line {place.line.number}"
-        return [PointedLine(site, note_of_site, True, missing), place.pointed(note)]
-    return [
-        PointedLine(made, copying, True),
-        PointedLine(site, f"leads to line {place.line.number}", True, missing),
-        place.pointed(note.replace(" themselves", "")),
-    ]
+        return [place.pointed(note, is_fault=True, missing=missing), *makes]
+    leads = (
+        f"leads to line {place.line.number}"
+        if makes
+        else f"gives {whose} to line {place.line.number}"
+    )
+    return [*makes, PointedLine(site, leads, True, missing), place.pointed(note)]
 
 
 def _site(place: CallSite) -> CodeLine | None:
     """The line that gave the copies to the helper which reduces them; None if one function does
     both.
     """
-    made, callers = place.first.made_at, place.first.callers
-    given_by = callers[0] if callers and _is_given(place) else None
-    if made is None:
-        return given_by
-    if _function_at(made) is _function_at(place.line):
+    given, callers = given_at(place.line, ("tensor",), 0, (place.op,)), place.first.callers
+    function = given.place.function if given is not None else None
+    if given is None or function is None or not callers:
         return None
-    above = [one for one in callers if _function_at(one) is _function_at(made)]
-    return next((one for one in above if one != made), given_by if not above else None)
-
-
-def _function_at(line: CodeLine) -> object:
-    """The function in whose source the line stands, also if it stands in a comprehension there."""
-    place = place_of(line.file, line.number)
-    return line.file if place is None or place.function is None else place.function
-
-
-def _is_given(place: CallSite) -> bool:
-    """True if the collective's tensor is an argument of the function that issues it."""
-    at, collective = place_of(place.line.file, place.line.number), place.first.collective
-    if at is None or at.function is None or collective is None:
-        return False
-    names = {one.arg for one in (*at.function.args.posonlyargs, *at.function.args.args)}
-    calls = (one for one in (at.statement, *inside(at.statement)) if isinstance(one, ast.Call))
-    given = (one.args[0] for one in calls if called_name(one) == collective.op and one.args)
-    return any(isinstance(one, ast.Name) and one.id in names for one in given)
+    return callers[0] if last_name(given.expression) in arguments_of(function) else None
 
 
 def _mend_copies(view: View) -> str:
     places = _reductions_of_copies(view)
-    if lines_into_temporaries(view, ""):
-        return "copy the reduced tensor into .grad itself: p.grad.copy_(piece.view_as(p.grad))."
     after = (_site(places[-1]) or places[-1].line) if places else None
     where = f"after line {after.number} " if after is not None else ""
     return (

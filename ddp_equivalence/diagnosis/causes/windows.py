@@ -25,7 +25,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     unrecognised_micro_batches,
     where_all_report,
 )
-from ddp_equivalence.diagnosis.lines.decisions import at_meeting, meeting_lines
+from ddp_equivalence.diagnosis.lines.decisions import at_meeting
 from ddp_equivalence.diagnosis.lines.of_gradients import (
     backward_count,
     lines_of_partial_clears,
@@ -35,6 +35,7 @@ from ddp_equivalence.diagnosis.lines.of_groups import sharded_names
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.of_reduction import by_hand
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of
+from ddp_equivalence.diagnosis.means_of_parts import gradients_by_backward
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
@@ -150,11 +151,8 @@ def _divisors_seen(view: View) -> Iterator[int]:
     """The whole numbers that losses before backward, or gradients after it, were divided by."""
     ratio = common_loss_factor(view)
     multiplied = [] if ratio is None or ratio == 1 else [ratio]
-    after = {
-        call.change.factor
-        for call in view.observed.calls.of(0)
-        if call.change is not None and call.change.factor and not call.in_backward
-    }
+    calls = [call for call in view.observed.calls.of(0) if not call.in_backward]
+    after = {call.factor for call in calls if call.factor}
     for factor in (*multiplied, *after):
         for divisor in (1 / factor, 1 / (factor * view.world_size)):
             if divisor > 1 and abs(divisor - round(divisor)) < WHOLE * divisor:
@@ -286,40 +284,23 @@ def _last_alone(view: View) -> Sequence[Prediction]:
 
 
 def _lines_of_last(view: View) -> Sequence[PointedLine]:
-    """Where gradients are cleared between two micro-batches."""
+    """Where gradients are cleared between two micro-batches, or what is left of them."""
     calls, count = view.observed.calls, backward_count(view)
     cleared = lines_that_clear(view)
-    if cleared:
-        note = f"runs between the {count} backwards, and discards what was added up"
-        last = last_of(calls.backwards, f"backward, {count} times", is_fault=False)
-        return in_order(view, *last, *first_of(cleared, note))
-    called = [
-        place.pointed(f"forward, {len(place.calls)} times")
-        for place in calls.places(Kind.FORWARD)[-1:]
-    ]
-    times = len(calls.backwards[-1].calls) if calls.backwards else 0
-    note = "backward, only " + ("once" if times == 1 else f"{times} times")
-    if _runs_for_all(view):
-        note = f"backward, {count} times; the gradients of the last one are kept"
-    return in_order(view, *called, *last_of(calls.backwards, note))
+    note = f"runs between the {count} backwards, and discards what was added up"
+    times = f"backward, {count} times" if count > 1 else "backward, only once"
+    kept = "" if cleared or count < 2 else "; the gradients of the last one are kept"
+    last = last_of(calls.backwards, times + kept, is_fault=not cleared)
+    return in_order(view, *last, *first_of(cleared, note))
 
 
 def _mend_last(view: View) -> str:
     count = backward_count(view)
-    if count == 0:
-        return "clear gradients once before the window, and add the micro-batches up."
     if lines_that_clear(view):
         return f"clear gradients once before the window, not between its {count} backwards."
-    if _runs_for_all(view):
+    if count > 1:
         return f"add up the gradients of all {count} micro-batches; those of the last one are kept."
     return "call backward for every micro-batch of the window, not only for the last one."
-
-
-def _runs_for_all(view: View) -> bool:
-    """True if there is a backward pass for each forward pass."""
-    calls = view.observed.calls
-    of_rank = calls.of(min(calls.by_rank, default=0))
-    return 1 < sum(call.kind is Kind.FORWARD for call in of_rank) <= backward_count(view)
 
 
 # Another backward runs after gradients have been reduced, and nothing reduces what it adds.
@@ -384,7 +365,7 @@ def _reduced_on(view: View, rank: int) -> int:
 
 def _has_its_own_line(view: View, rank: int, reduced: int) -> bool:
     """True if the backwards after the reduction stand on other lines than those before it."""
-    lines: list[CodeLine | None] = [one.users_line or one.line for one in _backwards(view, rank)]
+    lines: list[CodeLine | None] = [one.at for one in _backwards(view, rank)]
     if None in lines or len(lines) != len(view.observed.backwards(rank)):
         return False
     return not set(lines[:reduced]) & set(lines[reduced:])
@@ -432,14 +413,9 @@ def _lines_of_later_backward(view: View) -> Sequence[PointedLine]:
     by_ddp = bool(reductions) and reductions[-1].kind is Kind.BACKWARD
     note = "DDP reduced here" if by_ddp else "gradients are reduced here"
     shown = last_of(reductions, note, is_fault=False)
-    added = [
-        place.pointed("afterwards: what it adds stays on its own rank", is_fault=True)
-        for place in late[:2]
-    ]
+    added = first_of(late, "afterwards: what it adds stays on its own rank")
     if shown and added:
-        met = at_meeting(shown[0], added[0], reductions[-1].calls[-1], late[0].first)
-        if met[:2] != [shown[0], added[0]]:
-            return met
+        return at_meeting(shown[0], added[0], reductions[-1].calls[-1], late[0].first)
     return [*shown, *added]
 
 
@@ -519,26 +495,15 @@ def _of_earlier_passes(view: View) -> Sequence[Prediction]:
     """The mean of all that the ranks computed, where each went twice over some of its examples, and
     where the later passes alone would have been right.
     """
+    gradients = gradients_by_backward(view) or []
     if view.observed_gradients is None or not passes_of_read_examples(view):
         return ()
-    mean = view.local_gradients[0].mean(0)
-    if not _later_passes_are_right(view) or nearly_equal(mean, view.expected):
+    means = [torch.stack(gradients[first:]).sum(0).mean(0) for first in range(len(gradients))]
+    is_right = any(nearly_equal(later, view.expected) for later in means[1:])
+    if not is_right or nearly_equal(means[0], view.expected):
         return ()
-    return on_every_rank(view, mean, detail="a backward over some of the same examples came before")
-
-
-def _later_passes_are_right(view: View) -> bool:
-    """True if the big batch has the mean of what ranks computed after their first passes."""
-    by_rank = [
-        [one.gradient for one in view.observed.backwards(rank)] for rank in range(view.world_size)
-    ]
-    for first in range(1, min(map(len, by_rank), default=0)):
-        later = [one for passes in by_rank for one in passes[first:]]
-        known = [one for one in later if one is not None and len(one) == len(view.expected)]
-        mean = view.setting.scale * torch.stack(known).sum(0) / view.world_size if known else None
-        if mean is not None and len(known) == len(later) and nearly_equal(mean, view.expected):
-            return True
-    return False
+    detail = "a backward over some of the same examples came before"
+    return on_every_rank(view, means[0], detail=detail)
 
 
 def _backward_again(view: View) -> Indication | None:
@@ -577,11 +542,10 @@ def _lines_of_stale(view: View) -> Sequence[PointedLine]:
     leaves = places[0].pointed(note, True, "zero_grad()")
     adds = places[-1].pointed("adds to them")
     first, last = places[0].first, places[-1].calls[-1]
-    if meeting_lines(first, last) is not None:
-        return at_meeting(leaves, adds, first, last)
-    if len(places) == 1:
+    met = at_meeting(leaves, adds, first, last)
+    if len({one.line for one in met}) == 1:
         return [replace(leaves, note=f"runs {count} times; {note}")]
-    return [leaves, adds]
+    return met
 
 
 def _is_within_a_step(view: View) -> bool:
@@ -594,7 +558,7 @@ def _clears_too_little(view: View) -> list[PointedLine]:
     calls = view.observed.calls
     first = min((call.backwards for call in calls.of(0) if call.kind is Kind.BACKWARD), default=0)
     asked = calls.places(Kind.ZERO_GRAD, where=lambda call: call.backwards == first)
-    cleared = calls.changes(lambda call: call.change is not None and call.change.cleared)
+    cleared = calls.changes(lambda call: call.clears)
     total = len(view.parameters.sample.sizes)
     count = sum(len(place.names) for place in cleared if asked and place.line == asked[-1].line)
     return last_of(asked, f"clears {count} of {total} gradients") if count < total else []

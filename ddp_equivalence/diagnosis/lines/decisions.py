@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Literal
 
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
+from ddp_equivalence.diagnosis.lines.origins import Origin, Origins
 from ddp_equivalence.diagnosis.lines.source import (
     LOOPS,
     RunLines,
     SourceLine,
     leaving,
-    lines_that_set_variable,
     place_at,
     run_lines,
     skipping,
@@ -90,11 +90,15 @@ def _condition(run: RunLines, place: SourceLine, node: ast.If, branch: str) -> D
     test: ast.expr = node.test
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, is_true = test.operand, not is_true
-    set_at = lines_that_set_variable(run, place, test.id) if isinstance(test, ast.Name) else []
-    if isinstance(test, ast.Name) and len(set_at) == 1:
+    set_by = Origins(run).of(Origin(place, test)) if isinstance(test, ast.Name) else []
+    if (
+        isinstance(test, ast.Name)
+        and len(set_by) == 1
+        and set_by[0].place.value is set_by[0].expression
+    ):
         if times:
             seen = f"{test.id} is {'true' if is_true else 'false'} {chosen} of {times} times"
-        return Decision(set_at[0], "condition", seen, chosen, times)
+        return Decision(set_by[0].line, "condition", seen, chosen, times)
     return Decision(place.line(node), "condition", seen, chosen, times, node.test)
 
 
@@ -180,7 +184,7 @@ def at_meeting(
 
 
 def _way(call: Call) -> tuple[CodeLine, ...]:
-    line = call.users_line or call.line
+    line = call.at
     return () if line is None else (line, *call.callers)
 
 
@@ -190,38 +194,33 @@ ACTING = (Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP, Kind.ZERO_GRAD)
 
 
 def with_call_sites(view: View, lines: Sequence[PointedLine]) -> list[PointedLine]:
-    """The lines, and before the first faulty one that stands in a helper, the call of the helper.
+    """The lines, and before the first faulty one that stands in a helper, the line beside a
+    backward pass that led to it.
 
     Only for what was done between backward passes, or more than once to the same gradient, and for
     lines that changed gradients: of these the call is no fault by itself.
     """
+    rank = min(view.observed.calls.by_rank, default=0)
+    calls, run = view.observed.calls.of(rank), run_lines(view, rank)
+    backwards = [one for one in calls if one.kind is Kind.BACKWARD]
     known = {one.line for one in lines}
     for number, one in enumerate(lines):
-        if one.is_fault and not one.missing:
-            sites = [site for site in _sites(view, one.line) if site.line not in known]
-            return [*lines[:number], *sites[:1], *lines[number:]]
+        if not one.is_fault or one.missing:
+            continue
+        acting = [call for call in calls if call.kind in ACTING and not call.in_backward]
+        made = [call for call in acting if call.at == one.line]
+        is_repeated = _is_repeated(made, len(backwards))
+        sites = {site: None for call in made if (site := _site(call, backwards)) not in known}
+        for site in sites if is_repeated or any(call.change for call in made) else ():
+            times, is_late = run.times.get(site, 0), made[0].backwards >= len(backwards)
+            if times == 1 and is_repeated and is_late and len(sites) == 1:
+                break  # what was done twice was done in one call of the helper
+            often = "once" if times == 1 else f"{times} times"
+            where = f"line {one.line.number}" if site.file == one.line.file else "the line below"
+            note = f"runs {often}, and leads to {where}"
+            return [*lines[:number], PointedLine(site, note, is_repeated), *lines[number:]]
+        break
     return list(lines)
-
-
-def _sites(view: View, line: CodeLine) -> list[PointedLine]:
-    """The lines, beside a backward pass in the same function, that led to this one."""
-    rank = min(view.observed.calls.by_rank, default=0)
-    calls = view.observed.calls.of(rank)
-    made = [
-        one
-        for one in calls
-        if one.kind in ACTING and (one.users_line or one.line) == line and not one.in_backward
-    ]
-    backwards = [one for one in calls if one.kind is Kind.BACKWARD]
-    is_repeated = _is_repeated(made, len(backwards))
-    if not backwards or not (is_repeated or any(one.change is not None for one in made)):
-        return []
-    sites = {site: None for call in made if (site := _site(call, backwards)) not in (None, line)}
-    found = [(site, _times(run_lines(view, rank), site)) for site in sites if site is not None]
-    is_late = all(one.backwards >= len(backwards) for one in made)
-    if is_repeated and is_late and [times for _, times in found] == [1]:
-        return []  # what was done twice was done in one call of the helper
-    return [PointedLine(site, _note(site, line, times), is_repeated) for site, times in found]
 
 
 def _is_repeated(made: Sequence[Call], backwards: int) -> bool:
@@ -232,27 +231,15 @@ def _is_repeated(made: Sequence[Call], backwards: int) -> bool:
     return len(names) > len(set(names))
 
 
-def _site(call: Call, backwards: Sequence[Call]) -> CodeLine | None:
-    """The line of the innermost function that made both a backward pass and this call."""
+def _site(call: Call, backwards: Sequence[Call]) -> CodeLine:
+    """The line of the innermost function that made both a backward pass and this call; that of the
+    call itself, if no function did.
+    """
     before = [one for one in backwards if one.backwards < call.backwards]
-    for backward in (*reversed(before), *backwards):
-        met = meeting_lines(backward, call)
-        if met is not None:
-            return met[1]
-    return None
-
-
-def _times(run: RunLines, site: CodeLine) -> int | None:
-    """How often the line ran; None if that is not certain."""
-    place = place_at(site)
-    return run.exact_count(place, place.statement) if place is not None else None
-
-
-def _note(site: CodeLine, line: CodeLine, times: int | None) -> str:
-    where = f"line {line.number}" if line.file == site.file else "the line below"
-    if not times:
-        return f"calls what leads to {where}"
-    return f"runs {'once' if times == 1 else f'{times} times'}, and leads to {where}"
+    met = (meeting_lines(one, call) for one in (*reversed(before), *backwards))
+    own = call.at
+    assert own is not None  # such calls alone stand for a line of a report
+    return next((lines[1] for lines in met if lines is not None), own)
 
 
 # Where some ranks took another way through the user's code than all others.
@@ -281,18 +268,3 @@ def where_they_part(view: View, ranks: Sequence[int]) -> PointedLine | None:
         if line in missed and before in known:
             return PointedLine(before, f"{who} did not go on from here", is_fault=True)
     return None
-
-
-def lines_run_unevenly(view: View) -> list[PointedLine]:
-    """The lines that not all ranks ran equally often, in the order in which they ran first."""
-    runs = {rank: run_lines(view, rank) for rank in sorted(view.observed.by_rank)}
-    found = []
-    for line in dict.fromkeys(line for run in runs.values() for line in run.times):
-        times = [run.times.get(line, 0) for run in runs.values()]
-        if len(set(times)) > 1:
-            note = "the ranks do not run it equally often"
-            if any(run.times.get(line) and _times(run, line) is not None for run in runs.values()):
-                shown = ", ".join(map(str, times[:MOST_NUMBERS]))
-                note = f"runs {shown}{', ...' if len(runs) > MOST_NUMBERS else ''} times, by rank"
-            found.append(PointedLine(line, note))
-    return found

@@ -10,11 +10,12 @@ from ddp_equivalence.diagnosis.examples_read import (
     compact_numbers,
     example_numbers,
     read_by_no_rank,
+    read_more_than_once,
     short_numbers,
 )
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
-from ddp_equivalence.diagnosis.lines.origins import Choice, Sources, given_to_class, sole_origin
-from ddp_equivalence.diagnosis.lines.source import RETURNS, functions_named, inside, run_lines
+from ddp_equivalence.diagnosis.lines.origins import Choice, choices, given_at, set_at
+from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -33,15 +34,13 @@ def loaders(view: View) -> list[CallSite]:
 
 def data_collectives(view: View) -> list[CallSite]:
     """The lines that exchanged other tensors than those of the model before the first forward."""
-    return view.observed.calls.places(
-        Kind.COLLECTIVE,
-        where=lambda call: (
+    return view.observed.calls.collectives(
+        lambda call, of: (
             call.backwards == 0
             and not call.in_backward
-            and call.collective is not None
-            and call.collective.contents is Contents.OTHER
-            and call.collective.elements > 1
-        ),
+            and of.contents is Contents.OTHER
+            and of.elements > 1
+        )
     )
 
 
@@ -59,15 +58,13 @@ def read_at(view: View, place: CallSite, rank: int) -> list[int]:
 def padding_of(place: CallSite) -> int:
     """By how many examples the samplers of this line pad the data set; 0 if they do not."""
     length, ranks = int(place.first.value or 0), replicas_of(place)
-    pads = "drop_last=False" in place.first.what and ranks > 0
-    return -length % ranks if pads else 0
+    return -length % ranks if ranks and not number_of(place, "drop_last") else 0
 
 
 def dropped_by(place: CallSite) -> int:
     """How many examples the samplers of this line leave out of the data set."""
     length, ranks = int(place.first.value or 0), replicas_of(place)
-    drops = "drop_last=True" in place.first.what and ranks > 0
-    return length % ranks if drops else 0
+    return length % ranks if ranks and number_of(place, "drop_last") else 0
 
 
 def last_batch_of(view: View, place: CallSite) -> int:
@@ -75,51 +72,72 @@ def last_batch_of(view: View, place: CallSite) -> int:
 
     0 if that is not known.
     """
-    text, length = place.first.what, int(place.first.value or 0)
-    size = _number_after("batch_size=", text)
-    if "drop_last=True" not in text or not size:
+    length, size = int(place.first.value or 0), number_of(place, "batch_size")
+    if not number_of(place, "drop_last") or not size or place.first.made_at is not None:
         return 0
-    if "sampler=DistributedSampler" in text:
-        for sampler in samplers(view)[-1:]:
-            ranks = replicas_of(sampler)
-            length = (length + padding_of(sampler) - dropped_by(sampler)) // max(1, ranks)
-    elif "sampler=" in text:
-        return 0
+    for sampler in samplers(view)[-1:]:
+        whole = length + padding_of(sampler) - dropped_by(sampler)
+        length = whole // max(1, replicas_of(sampler))
     return length % size
 
 
 def replicas_of(place: CallSite) -> int:
     """The number of ranks that the samplers of this line were given; 0 if it is not known."""
-    return _number_after("num_replicas=", place.first.what)
+    return number_of(place, "num_replicas")
 
 
-def _number_after(word: str, text: str) -> int:
-    """The whole number that follows a word; 0 if there is none."""
-    _, _, after = text.partition(word)
-    digits = after.partition(",")[0].rstrip(")")
-    return int(digits) if digits.isdigit() else 0
+def number_of(place: CallSite, argument: str) -> int:
+    """What a sampler or loader was given for this argument; 0 if it is not known."""
+    return int(dict(place.first.numbers).get(argument, 0))
 
 
-def ranks_that_read(view: View, place: CallSite, examples: Sequence[int]) -> list[int]:
-    """The ranks that read one of these examples at this place."""
-    return [rank for rank in place.ranks if set(examples) & set(read_at(view, place, rank))]
-
-
-def what_was_read(
-    view: View, place: CallSite, ranks: Sequence[int] | None = None, most: int = 3
-) -> str:
+def what_was_read(view: View, place: CallSite, ranks: Sequence[int] = ()) -> str:
     """The examples that each rank read at this place; "" if they are not known.
 
-    ``ranks``: only these of the ranks that read here.
+    ``ranks``: only these of the ranks that read here; () for all.
     """
-    shown = []
-    readers = [rank for rank in place.ranks if ranks is None or rank in ranks]
-    for rank in readers[:most]:
-        examples = sorted(set(read_at(view, place, rank)))
-        if not examples:
-            return ""
-        shown.append(f"rank {rank} reads {compact_numbers(examples)}")
-    return "; ".join(shown) + ("; ..." if len(readers) > most else "")
+    readers = [rank for rank in place.ranks if rank in (ranks or place.ranks)]
+    read = [sorted(set(read_at(view, place, rank))) for rank in readers[:MOST_READERS]]
+    shown = [
+        f"rank {rank} reads {compact_numbers(examples)}"
+        for rank, examples in zip(readers, read, strict=False)
+    ]
+    return "; ".join([*shown, *(["..."] if readers[MOST_READERS:] else [])]) if all(read) else ""
+
+
+def lines_of_reading(
+    view: View,
+    chosen: Sequence[PointedLine] = (),
+    ranks: Sequence[int] = (),
+    note: str = "",
+) -> list[PointedLine]:
+    """The lines that choose what is read, and the last one where it is read.
+
+    ``chosen``: those that are known; without them, what ``lines_that_choose`` finds. ``ranks``:
+    those that read wrongly. ``note``: on the line that reads, instead of what each rank reads.
+    """
+    chosen = (chosen or lines_that_choose(view, ranks))[:MOST_SHARING]
+    faults = {_place_in_file(one.line): one for one in chosen}
+    lines = list(chosen)
+    for place in [one for one in reads(view) if set(ranks or one.ranks) & set(one.ranks)][-1:]:
+        text, known = (
+            note or what_was_read(view, place, ranks),
+            faults.get(_place_in_file(place.line)),
+        )
+        if known is None:
+            is_fault = not any(one.is_fault for one in chosen)
+            return [*lines, place.pointed(text, is_fault=is_fault)]
+        lines[lines.index(known)] = replace(known, note=known.note or text)
+    return lines
+
+
+def lines_that_choose(view: View, ranks: Sequence[int] = ()) -> list[PointedLine]:
+    """The line that gave a sampler a wrong number, the first list of positions that has what was
+    read again, or lacks what was not read, or the lines that choose a rank's share.
+    """
+    repeated, unread = read_more_than_once(view), read_by_no_rank(view)
+    listed = line_that_repeats(view, repeated) if repeated else line_that_drops(view, unread)
+    return lines_of_wrong_samplers(view) or listed or lines_that_share(view, ranks)
 
 
 def line_that_repeats(view: View, repeated: Sequence[int]) -> list[PointedLine]:
@@ -147,7 +165,7 @@ def _first_list(
     calls, first = view.observed.calls, view.setting.first_example
     every, was_whole = set(range(view.setting.example_count)), False
     for call in calls.of(min(calls.by_rank, default=0)):
-        line = call.users_line or call.line
+        line = call.at
         times = Counter(one - first for one in call.examples)
         if call.kind is not Kind.INDICES or line is None or not set(times) <= every:
             continue
@@ -158,25 +176,9 @@ def _first_list(
     return []
 
 
-def lines_of_own_sampler(view: View) -> list[PointedLine]:
-    """Where a sampler of the user's own, which a loader was given, returned its order."""
-    for place in loaders(view)[-1:]:
-        begins, run = place.first.made_at, run_lines(view, place.ranks[0])
-        for function in functions_named(begins.file, begins.function) if begins else ():
-            if begins is None or not begins.number <= function.lineno <= begins.number + 20:
-                continue
-            lines = [
-                CodeLine(begins.file, node.lineno, function.name)
-                for node in inside(function)
-                if isinstance(node, RETURNS)
-            ]
-            note = f"what the loader of line {place.line.number} goes through"
-            ran = [line for line in lines if run.times.get(line)]
-            return [PointedLine(line, note, True) for line in ran[-1:]]
-    return []
-
-
 # The lines that choose which of all examples a rank reads.
+
+MOST_READERS = 3
 
 MOST_SHARING = 2
 """So many lines are shown: of the three that fit, one is where the rows are read."""
@@ -193,33 +195,22 @@ MOST_ENTRIES = 4
 
 def lines_that_share(view: View, ranks: Sequence[int] = ()) -> list[PointedLine]:
     """The line that first held the positions of just what each rank reads, and those that choose
-    with numbers of the rank what the model was called with. ``ranks``: those that read wrongly.
+    with numbers of the rank what the model was called with; not where rows are read.
+
+    ``ranks``: those that read wrongly. What cuts the end off is no matter of ranks: if only the
+    last examples are missing, a line that chooses without the rank comes first.
     """
-    listed, choices = _lines_and_choices(view, ranks)
-    chosen = [_pointed(one) for one in _clearest(choices)]
-    return [*listed, *chosen][:MOST_SHARING]
-
-
-def lines_that_leave_out(view: View) -> list[PointedLine]:
-    """The same, where examples were read by no rank. What cuts the end off is no matter of ranks:
-    if only the last ones are missing, a line that chooses without the rank comes first.
-    """
-    listed, choices = _lines_and_choices(view, ())
-    others = [one for one in choices if one.distance is None]
-    sharing = _clearest(choices)
-    unread, count = read_by_no_rank(view), view.setting.example_count
-    if unread == list(range(count - len(unread), count)):
-        sharing = [*others[:1], *sharing]
-    return [*listed, *map(_pointed, sharing or others)][:MOST_SHARING]
-
-
-def _lines_and_choices(view: View, ranks: Sequence[int]) -> tuple[list[PointedLine], list[Choice]]:
-    """The line with the positions, and the choices on other lines; not where rows are read."""
     rank = next(iter(ranks), min(view.observed.by_rank, default=0))
     listed = _line_of_positions(view, rank)
     lines = [*(place.line for place in reads(view)), *(one.line for one in listed)]
     known = {_place_in_file(line) for line in lines}
-    return listed, [one for one in _choices(view, rank) if _place_in_file(one.line) not in known]
+    choosing = [one for one in _choices(view, rank) if _place_in_file(one.line) not in known]
+    unread, count = read_by_no_rank(view), view.setting.example_count
+    others = [one for one in choosing if one.distance is None] if unread else []
+    sharing = _clearest(choosing)
+    if unread == list(range(count - len(unread), count)) and not read_more_than_once(view):
+        sharing = [*others[:1], *sharing]
+    return [*listed, *map(_pointed, sharing or others)][:MOST_SHARING]
 
 
 def _place_in_file(line: CodeLine) -> tuple[str, int]:
@@ -227,26 +218,14 @@ def _place_in_file(line: CodeLine) -> tuple[str, int]:
     return line.file, line.number
 
 
-def with_reads(chosen: Sequence[PointedLine], read: Sequence[PointedLine]) -> list[PointedLine]:
-    """These lines, and those at which rows are read; each line once, with the note of the latter if
-    it has none of its own.
-    """
-    notes = {_place_in_file(one.line): one.note for one in read}
-    known = {_place_in_file(one.line) for one in chosen}
-    return [
-        *(replace(one, note=one.note or notes.get(_place_in_file(one.line), "")) for one in chosen),
-        *(one for one in read if _place_in_file(one.line) not in known),
-    ]
-
-
 def _pointed(choice: Choice) -> PointedLine:
     names = list(choice.names[:MOST_NAMES])
     return PointedLine(choice.line, f"uses {' and '.join(names)}" if names else "", True)
 
 
-def _clearest(choices: Sequence[Choice]) -> list[Choice]:
+def _clearest(choosing: Sequence[Choice]) -> list[Choice]:
     """The first ones from which it is not far to the rank; one of them names it, if any does."""
-    of_rank = [(one.distance, one) for one in choices if one.distance is not None]
+    of_rank = [(one.distance, one) for one in choosing if one.distance is not None]
     least = min((distance for distance, _ in of_rank), default=0)
     near = [one for distance, one in of_rank if distance <= least + NEAR]
     near = [one for one in near if one.computes] or near
@@ -261,7 +240,7 @@ def _line_of_positions(view: View, rank: int) -> list[PointedLine]:
     """The first line at which each rank had a list of the positions that it read, and no others."""
     by_rank = {one: _first_list_of_read(view, one) for one in view.observed.by_rank}
     found = [call for call in by_rank.values() if call is not None]
-    lines = {call.users_line or call.line for call in found}
+    lines = {call.at for call in found}
     if len(found) < len(by_rank) or len(lines) != 1 or None in lines:
         return []
     called = by_rank[rank]
@@ -270,7 +249,7 @@ def _line_of_positions(view: View, rank: int) -> list[PointedLine]:
     first = view.setting.first_example
     numbers = short_numbers([one - first for one in called.examples], MOST_ENTRIES)
     note = f"{called.what} is {numbers} on {ranks_by_number(same)}"
-    line = called.users_line or called.line
+    line = called.at
     assert line is not None
     return [PointedLine(line, note, True)]
 
@@ -289,19 +268,11 @@ def _first_list_of_read(view: View, rank: int) -> Call | None:
 
 def _choices(view: View, rank: int) -> list[Choice]:
     """The lines on the way to what the model was called with that choose what it holds."""
-    sources = Sources(run_lines(view, rank))
-    found: dict[CodeLine, Choice] = {}
-    for line in _lines_of_inputs(view, rank):
-        for one in sources.choices(line):
+    run, found = run_lines(view, rank), dict[CodeLine, Choice]()
+    for place in (*reads(view), *view.observed.calls.places(Kind.FORWARD)):
+        for one in choices(run, place.line) if rank in place.by_rank else ():
             found.setdefault(one.line, one)
     return list(found.values())
-
-
-def _lines_of_inputs(view: View, rank: int) -> list[CodeLine]:
-    places = [place for place in reads(view) if rank in place.by_rank]
-    forwards = view.observed.calls.places(Kind.FORWARD)
-    passes = [place for place in forwards if rank in place.by_rank]
-    return [place.line for place in (*places, *passes)]
 
 
 # Samplers of torch that were given another number of ranks, or another rank, than they run on.
@@ -339,12 +310,9 @@ def _ranks_with_one_sampler(place: CallSite) -> list[int]:
 
 
 def _lines_that_gave(view: View, place: CallSite, argument: str) -> list[PointedLine]:
-    run = run_lines(view, place.ranks[0])
-    given = given_to_class(run, SAMPLER, ARGUMENTS, argument)
-    lines = [line for bound in given if (line := sole_origin(run, bound)) is not None]
-    return [
-        PointedLine(line, f"gives {argument}", True) for line in lines[:1] if line != place.line
-    ]
+    given = given_at(place.line, (argument,), ARGUMENTS.index(argument), (SAMPLER,))
+    line = set_at(run_lines(view, place.ranks[0]), given) if given is not None else place.line
+    return [PointedLine(line, f"gives {argument}", True)] if line != place.line else []
 
 
 # Collectives after which ranks read other rows of the batch than they were given.

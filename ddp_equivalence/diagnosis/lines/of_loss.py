@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.hypothesis import LOSS_ROUNDING, common_loss_fact
 from ddp_equivalence.diagnosis.lines.words import scaling_text
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, StepCalls
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.observation import Forward
 
 # The lines at which the loss of a step got its value, and those that multiplied it.
@@ -24,7 +24,7 @@ def last_backward(view: View) -> Call | None:
     found = [
         call
         for call in _calls_of_lowest_rank(view)
-        if call.kind is Kind.BACKWARD and call.value is not None and _line(call) is not None
+        if call.kind is Kind.BACKWARD and call.value is not None and call.at is not None
     ]
     return found[-1] if found else None
 
@@ -105,7 +105,7 @@ def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
 
 
 def _function(call: Call) -> tuple[str, str]:
-    line = _line(call)
+    line = call.at
     return (line.file, line.function) if line is not None else ("", "")
 
 
@@ -125,12 +125,8 @@ def _equal(value: float | None, other: float | None) -> bool:
     return value is not None and other is not None and losses_close(value, other)
 
 
-def _line(call: Call) -> CodeLine | None:
-    return call.users_line or call.line
-
-
 def _pointed(call: Call, note: str, is_fault: bool, missing: str = "") -> PointedLine | None:
-    line = _line(call)
+    line = call.at
     return None if line is None else PointedLine(line, note, is_fault, missing)
 
 
@@ -194,7 +190,7 @@ def loss_lines(view: View, functions: Sequence[str], note: str) -> Sequence[Poin
     text = f"{note}: {PROPERTY.format('loss')}"
     for function in functions:
         for place in places:
-            used = {name.rstrip("0123456789") for name in place.first.what.split()}
+            used = {name.rstrip("0123456789") for name in place.first.names}
             if function in used:
                 return [place.pointed(text, is_fault=True)]
     return [place.pointed(text, is_fault=True) for place in places[:1]]

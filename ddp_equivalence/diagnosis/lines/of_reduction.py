@@ -9,13 +9,14 @@ from typing import NamedTuple, TypeGuard
 from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions
 from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.origins import (
+    Origin,
+    Origins,
     chosen,
     divisors,
-    divisors_in_function,
     gone_through,
     line_of_compared,
-    links_of,
-    links_of_line,
+    made_of,
+    of_line,
 )
 from ddp_equivalence.diagnosis.lines.source import (
     LOOPS,
@@ -23,17 +24,15 @@ from ddp_equivalence.diagnosis.lines.source import (
     SourceLine,
     called_name,
     inside,
-    last_name,
     line_in_function,
-    lines_that_set_attribute,
     place_at,
     place_of,
     run_lines,
 )
-from ddp_equivalence.diagnosis.lines.words import counted, scaling_text
+from ddp_equivalence.diagnosis.lines.words import scaling_text
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 
 # The lines at which gradients are reduced, and those that multiply them by a number.
 
@@ -147,7 +146,7 @@ def way_to(view: View, call: Call) -> tuple[CodeLine, ...]:
     """The line that made a call and those that led to it, the innermost first, up to the function
     that called backward; of a call in a hook, only those of the hook.
     """
-    line = call.users_line or call.line
+    line = call.at
     if line is None:
         return ()
     backward = {one.line for one in view.observed.calls.backwards}
@@ -177,55 +176,44 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
                 return [*line_of_compared(run, one.test, one.line), one.pointed()]
     link = chosen(gone_through(run, way))
     if link is None:
-        return _lines_that_made(run, place, way[1:])
+        return lines_that_made(run, place, way[1:])
     note = f"makes {link.name}, which the loop goes through"
     note = note if link.name else "chooses what the loop goes through"
     return [PointedLine(link.line, note, True)] if link.line != place.line else []
 
 
-def _lines_that_made(
-    run: RunLines, place: CallSite, callers: Sequence[CodeLine]
+def lines_that_made(
+    run: RunLines, place: CallSite, callers: Sequence[CodeLine] = (), is_fault: bool = True
 ) -> list[PointedLine]:
     """The line that made the tensor which a collective was given, or what it was made of."""
     made_at = place.first.made_at
     if made_at is None or made_at == place.line:
         return []
-    link = chosen(links_of_line(run, made_at, callers))
-    if link is None or link.line in (made_at, place.line):
+    made = chosen(of_line(run, made_at, callers))
+    if made is None or made.line in (made_at, place.line):
         note = f"makes the tensor that line {place.line.number} is given"
-        return [PointedLine(made_at, note, True)]
-    note = f"gives {link.name}, of which line {made_at.number} is made"
-    return [PointedLine(link.line, note, True)]
-
-
-PUTTING = frozenset({"append", "add", "extend", "update", "insert", "appendleft"})
+        return [PointedLine(made_at, note, is_fault)]
+    note = f"gives {made.name}, of which line {made_at.number} is made"
+    return [PointedLine(made.line, note, is_fault)]
 
 
 def lines_that_put_into(view: View, place: CallSite) -> list[PointedLine]:
-    """The condition under which things are put into what the loop around a collective goes through.
-
-    Without a condition, the line that puts them there. Empty if several lines do.
+    """The condition under which things are put into what the loop around a collective goes through;
+    without a condition, the line that puts them there. Empty if several lines do.
     """
     run = run_lines(view, place.ranks[0])
-    places = (place_at(line) for line in way_to(view, place.first))
-    loop = next((loop for at in places if at is not None for loop in at.loops), None)
-    name = last_name(loop.iter) if isinstance(loop, (ast.For, ast.AsyncFor)) else ""
-
-    def puts(node: ast.AST) -> int | None:
-        function = node.func if isinstance(node, ast.Call) else None
-        if not isinstance(function, ast.Attribute) or function.attr not in PUTTING:
-            return None
-        return function.lineno if name and last_name(function.value) == name else None
-
-    lines = run.lines_with(puts)
-    at = place_at(lines[0]) if len(lines) == 1 else None
-    if at is None:
-        return []
-    line, times = lines[0], run.times.get(lines[0], 0)
-    for test in at.conditions[:1]:
-        note = f"let line {line.number} put something into {name} {times} times"
-        return [PointedLine(at.line(test), note, True)]
-    return [PointedLine(line, f"puts something into {name}; it ran {times} times", True)]
+    places = [at for line in way_to(view, place.first) if (at := place_at(line)) is not None]
+    for at, loop in [(around, loop) for around in places for loop in around.loops][:1]:
+        given = Origins(run).of(Origin(at, loop.iter)) if isinstance(loop, ast.For) else []
+        filling = [one for one in given if one.fills]
+        for one in filling if len(filling) == 1 else ():
+            times = run.times.get(one.line, 0)
+            note = f"let line {one.line.number} put something into {one.name} {times} times"
+            decided = [
+                PointedLine(one.place.line(if_.test), note, True) for if_ in one.place.conditions
+            ]
+            return decided[:1] or [PointedLine(one.line, f"fills {one.name} {times} times", True)]
+    return []
 
 
 def lines_of_no_sync(view: View) -> list[PointedLine]:
@@ -252,74 +240,18 @@ def _context_made(run: RunLines, place: SourceLine | None) -> Sequence[CodeLine]
         if isinstance(expression, ast.Call) and not expression.args:
             expression = expression.func
         if isinstance(expression, ast.Name):
-            return [one.line for one in links_of(run, place, expression)][:1]
+            return [one.line for one in made_of(run, Origin(place, expression))][:1]
     return ()
 
 
 def lines_of_divisor(view: View, rank: int, line: CodeLine) -> list[PointedLine]:
-    """The line that made the number by which a line divides or multiplies; [] if it is not one."""
+    """The line of a function that made the number by which a line divides or multiplies."""
+    found = divisors(run_lines(view, rank), line)
     return [
-        PointedLine(link.line, f"sets {link.name}, the number at line {line.number}")
-        for link in divisors(run_lines(view, rank), line)[-1:]
-        if link.line != line
+        PointedLine(one.line, f"sets {one.name}, the number at line {line.number}")
+        for one in [one for one in found if one.place.function is not None][-1:]
+        if one.line != line
     ]
-
-
-def lines_of_hook_number(view: View, number: float, meaning: str) -> list[PointedLine]:
-    """The line that gave the state of a communication hook the number that its hook divides by.
-
-    ``meaning``: what the number is.
-    """
-    for hook in view.observed.calls.places(Kind.HOOK)[-1:]:
-        run = run_lines(view, hook.ranks[0])
-        divided_by = divisors_in_function(hook.first.made_at)
-        for name in [name for name, value in hook.first.numbers if value == number]:
-            if name in divided_by:
-                return [
-                    PointedLine(
-                        links_of_line(run, at)[-1].line, f"{name} is {number:g}, {meaning}", True
-                    )
-                    for at in lines_that_set_attribute(run, name)
-                ]
-    return []
-
-
-def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:
-    """The lines that set what a communication hook multiplies or divides by."""
-    begins, run = hook.first.made_at, run_lines(view, hook.ranks[0])
-    return [
-        PointedLine(line, f"sets {name}, by which {begins.function} multiplies or divides")
-        for name in divisors_in_function(begins)
-        for line in lines_that_set_attribute(run, name)
-        if begins is not None
-    ]
-
-
-def lines_of_exchange(view: View, rank: int) -> list[PointedLine]:
-    """The innermost loop in which a rank receives tensors point to point, and how many it gets.
-
-    Without a loop, the line that receives.
-    """
-    calls = [
-        call
-        for call in view.observed.calls.of(rank)
-        if call.kind is Kind.POINT_TO_POINT
-        and call.what in ("recv", "irecv")
-        and call.backwards > 0
-    ]
-    others = view.world_size - 1
-    if not calls:
-        return []
-    first = calls[0]
-    count = sum((one.line, one.callers) == (first.line, first.callers) for one in calls)
-    times = "once" if count == 1 else f"{count} times"
-    there = "there is" if others == 1 else "there are"
-    note = f"rank {rank} receives {times}; {there} {counted(others, 'other rank')}"
-    way = way_to(view, first)
-    for place in filter(None, map(place_at, way)):
-        for loop in place.loops:
-            return [PointedLine(place.line(loop), f"in this loop {note}", True)]
-    return [PointedLine(line, note, True) for line in way[:1]]
 
 
 # Collectives in the user's code that never ran, and what kept them from running.
@@ -393,7 +325,7 @@ def _not_gone_on(run: RunLines, one: _Unreached, node: ast.stmt, branch: str) ->
     """Why a loop or a condition never went on to a call."""
     line, after = one.place.line(node), f"so line {one.line.number} never runs"
     if isinstance(node, (ast.For, ast.AsyncFor)) and branch == "body":
-        made = chosen(links_of(run, one.place, node.iter))
+        made = chosen(made_of(run, Origin(one.place, node.iter)))
         lines = []
         if made is not None and made.line != line:
             what = f"makes {made.name}; " if made.name else ""
@@ -459,52 +391,3 @@ def _is_past_a_wrapper(function: ast.expr | None) -> TypeGuard[ast.Attribute]:
         return False
     is_of_the_module = isinstance(function.value, ast.Attribute) and function.value.attr == "module"
     return function.attr == "module" or (is_of_the_module and function.attr not in NOT_A_FORWARD)
-
-
-# Collectives that write their result to a temporary tensor, which nothing can use afterwards.
-
-CONSTANTS = frozenset({"zeros", "ones", "empty", "full", "tensor", "new_zeros", "new_ones"})
-"""A tensor that is made for a collective alone makes the ranks wait for each other."""
-
-OF_GRADIENTS = frozenset({Contents.COPIES_OF_GRADIENTS, Contents.COPIES_OF_PARAMETERS})
-
-
-def lines_of_lost_results(view: View, only_gradients: bool = False) -> list[PointedLine]:
-    """The first line whose collective changed nothing but a tensor that was gone afterwards.
-
-    ``only_gradients``: the tensor must have been a copy of gradients or parameters.
-    """
-    places = view.observed.calls.places(
-        Kind.COLLECTIVE,
-        where=lambda call: (
-            call.collective is not None
-            and call.collective.result_is_gone
-            and (not only_gradients or call.collective.contents in OF_GRADIENTS)
-        ),
-    )
-    for place in filter(_passes_a_temporary, places):
-        calls = [
-            call
-            for call in view.observed.calls.of(place.ranks[0])
-            if call.kind is Kind.COLLECTIVE and (call.users_line or call.line) == place.line
-        ]
-        often = f" in {len(place.calls)} of {len(calls)} calls" if len(calls) > 1 else ""
-        note = f"changes a temporary tensor{often}, which nothing uses afterwards"
-        return [place.pointed(note, is_fault=True)]
-    return []
-
-
-def _passes_a_temporary(place: CallSite) -> bool:
-    """True if the line is nothing but a call, and what it is given has no name."""
-    where, collective = place_at(place.line), place.first.collective
-    if where is None or collective is None or not isinstance(where.statement, ast.Expr):
-        return False
-    call = where.statement.value
-    if not isinstance(call, ast.Call) or called_name(call) != collective.op:
-        return False
-    given = [*call.args, *(one.value for one in call.keywords if one.arg == "tensor")][:1]
-    return any(
-        isinstance(one, (ast.Call, ast.BinOp, ast.UnaryOp))
-        and not (isinstance(one, ast.Call) and called_name(one) in CONSTANTS)
-        for one in given
-    )

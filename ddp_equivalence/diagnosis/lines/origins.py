@@ -1,48 +1,168 @@
-"""What made a value of the user's code: the nearest line, or all expressions that went into it."""
+"""Which line of the user's code set a value: what names, attributes and calls were given."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.lines.source import (
     COMPREHENSIONS,
-    Bindings,
-    Bound,
+    FUNCTIONS,
+    RETURNS,
     Function,
     RunLines,
     SourceLine,
-    argument_given,
     arguments_of,
     called_name,
-    copied_attribute,
+    classes_in,
     functions_named,
+    holds,
     inside,
-    is_in_class,
-    last_line_that_sets,
     last_name,
-    lines_that_call,
-    lines_that_set_attribute,
-    lines_that_set_variable,
-    name_in_calls,
+    nodes_in,
     place_at,
     place_of,
-    returns_of,
     skipping,
+    tree_of,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 
-# The lines that made what a loop goes through, or any other expression.
+# An expression that made a value, and where it stands.
+
+COMPUTING = frozenset({"divmod", "min", "max", "ceil", "floor", "round"})
+"""Functions that compute a number of others."""
+
+FILLING = frozenset({"append", "extend", "insert", "update", "add", "copy_", "add_", "setdefault"})
+"""Methods that change what they are called on."""
+
+SEEDING = frozenset({"manual_seed", "seed"})
+"""The methods that decide which random numbers an object gives."""
+
+
+class Item(ast.Subscript):
+    """One of several values to which an assignment unpacks what it is given."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """``name``: of the variable, attribute, argument or function that got or gave the value.
+
+    ``chooses``: it does not hold the values, but says which of them are taken. ``depth``: so many
+    names were looked up to come here.
+    """
+
+    place: SourceLine
+    expression: ast.expr
+    name: str = ""
+    chooses: bool = False
+    depth: int = 0
+
+    @property
+    def line(self) -> CodeLine:
+        """The line of the statement that gives the value, or of an expression inside it."""
+        is_all = self.place.value is self.expression
+        return self.place.line(self.place.statement if is_all else self.expression)
+
+    @property
+    def computes(self) -> bool:
+        """True if it is made by arithmetic or a comparison, not only handed on."""
+        return any(
+            isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
+            or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
+            for node in ast.walk(self.expression)
+        )
+
+    @property
+    def selects(self) -> bool:
+        """True if it takes a part of something, or lists what it takes one by one."""
+        return any(map(_selects, ast.walk(self.expression)))
+
+    @property
+    def fills(self) -> bool:
+        """True if a method puts it into what has the name already, or seeds this with it."""
+        call = self.place.value if isinstance(self.place.statement, ast.Expr) else None
+        if not isinstance(call, ast.Call) or called_name(call) not in FILLING | SEEDING:
+            return False
+        return self.expression in call.args
+
+    @property
+    def key(self) -> tuple[str, int, int, int, str]:
+        """Tells the expression from all others."""
+        node = self.expression
+        kind = ast.dump(node.slice) if isinstance(node, Item) else type(node).__name__
+        return self.place.file, node.lineno, node.col_offset, node.end_col_offset or 0, kind
+
+
+def _selects(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript) and not isinstance(node, Item):
+        number = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return isinstance(node.slice, ast.Slice) or type(number) is int
+    if isinstance(node, COMPREHENSIONS):
+        return any(one.ifs for one in node.generators)
+    if isinstance(node, ast.Call):
+        return called_name(node) in ("filter", "islice")
+    listed = node.elts if isinstance(node, (ast.List, ast.Tuple)) else []
+    return bool(listed) and all(isinstance(one, (ast.Attribute, ast.Name)) for one in listed)
+
+
+def settings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What a node of the syntax tree sets or fills, and with what."""
+    if isinstance(node, ast.Assign):
+        yield from ((target, node.value) for target in node.targets)
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+        if node.value is not None:
+            yield node.target, node.value
+    elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+        yield node.target, node.iter
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        for item in node.items:
+            if item.optional_vars is not None:
+                yield item.optional_vars, item.context_expr
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        if isinstance(function, ast.Attribute) and function.attr in FILLING | SEEDING:
+            yield from ((function.value, one) for one in node.value.args)
+
+
+def _is_set(target: ast.expr, name: str) -> bool:
+    """True if a target is this variable, an element of it, or one of several with it."""
+    while isinstance(target, (ast.Subscript, ast.Starred)):
+        target = target.value
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return any(_is_set(one, name) for one in target.elts)
+    return isinstance(target, ast.Name) and target.id == name
+
+
+def _matching(target: ast.expr, value: ast.expr, name: str) -> ast.expr:
+    """The part of a value that a name gets, where several names get one each."""
+    for number, one in enumerate(target.elts if isinstance(target, ast.Tuple) else ()):
+        if _is_set(one, name):
+            if isinstance(value, ast.Tuple):
+                return value.elts[number] if number < len(value.elts) else value
+            item = Item(value, ast.Constant(number), ast.Load())
+            return ast.copy_location(item, value)
+    return value
+
+
+# All that the user's code gives a name, an attribute or a call: the expressions that have run.
+
+GOING_THROUGH = ("__iter__", "__getitem__", "__getitems__", "__next__", "__call__")
+"""The methods by which an object gives what it holds."""
+
+MOST_CALLS = 4
+"""A function that is called at more places is not followed to its callers."""
 
 MOST_LINKS = 8
 """So many lines are followed from an expression to where it comes from."""
+
+MOST_EXPRESSIONS = 400
+"""So many expressions are followed where a name may have been given several things."""
 
 OF_A_MODULE = frozenset(
     {"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
@@ -55,132 +175,213 @@ OF_AN_OPTIMIZER = ("param_groups",)
 
 
 @dataclass(frozen=True)
-class Link:
-    """A line that gave a value its name, or passed it to a function. ``selects``: it takes only a
-    part of what it is given, or lists what it takes one by one.
-    """
+class Origins:
+    """Looks names up in the source of what has run. A name may have been given several things."""
 
-    name: str
-    line: CodeLine
-    selects: bool
+    run: RunLines
+    _known: dict[tuple[str, int, int, int, str], list[Origin]] = field(default_factory=dict)
 
+    def of(self, at: Origin) -> list[Origin]:
+        """What a name or an attribute was given, or what a call returned."""
+        if at.key not in self._known:
+            self._known[at.key] = list(self._looked_up(at.place, at.expression))
+        return self._known[at.key]
 
-def chosen(links: Sequence[Link]) -> Link | None:
-    """The nearest line that selects; without one, the farthest that is known."""
-    return next((one for one in links if one.selects), links[-1] if links else None)
+    def _looked_up(self, place: SourceLine, node: ast.expr) -> Iterable[Origin]:
+        if isinstance(node, ast.Name):
+            return self._of_name(place, node) if node.id != "self" else ()
+        if isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            return self.of_attribute(node.attr) if is_own or not hasattr(Tensor, node.attr) else ()
+        if isinstance(node, Item):
+            return self._of_item(place, node)
+        return self.of_call(node) if isinstance(node, ast.Call) else ()
 
+    def _of_item(self, place: SourceLine, node: Item) -> Iterator[Origin]:
+        number = getattr(node.slice, "value", 0)
+        for one in self.of(Origin(place, node.value)):
+            parts = getattr(one.expression, "elts", ())
+            yield replace(one, expression=parts[number]) if number < len(parts) else one
 
-def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
-    """The lines that made what the innermost loop around a line goes through, the nearest first.
+    def _of_name(self, place: SourceLine, node: ast.Name) -> list[Origin]:
+        """What a variable was given, in its function or around it, or what its callers gave."""
+        name, function = node.id, place.function
+        for around in place.nodes:
+            if isinstance(around, COMPREHENSIONS) and any(one is node for one in ast.walk(around)):
+                for one in around.generators:
+                    if _is_set(one.target, name):
+                        return [Origin(place, one.iter, name)]
+        while function is not None:
+            found = list(self._set_in(place, inside(function), name))
+            if found:
+                return found
+            if name in arguments_of(function):
+                return list(self._given(place, function, name))
+            function = _enclosing(place.file, function)
+            place = replace(place, function=function)
+        tree = tree_of(place.file)
+        return list(self._set_in(place, iter(tree.body), name)) if tree is not None else []
 
-    ``way``: as in ``decisions``. The first line that stands in a loop counts.
-    """
-    for number, line in enumerate(way):
-        place = place_at(line)
-        if place is None:
-            continue
-        place = run.beside_backward(place)
-        for expression in _iterables(place, line.number):
-            links = links_of(run, place, expression, way[number + 1 :])
-            one = [Link("", place.line(expression), True)] if _takes_one(expression) else []
-            return [*one, *links]
-    return []
-
-
-def links_of_line(run: RunLines, line: CodeLine, callers: Sequence[CodeLine] = ()) -> list[Link]:
-    """The lines that made what this line is made of, and the line itself, the nearest first."""
-    place = place_at(line)
-    if place is None or place.value is None:
+    def of_attribute(self, name: str) -> list[Origin]:
+        """What an attribute of this name was set to, in any object, or what its property gives."""
+        for looked_up in (self._attribute_in, self._returned, self._given_to_class):
+            found = [one for file in self.run.files for one in looked_up(file, name)]
+            if found:
+                return found
         return []
-    return [Link("", line, selects(place.value)), *_links(run, place, place.value, callers, 0)]
+
+    def of_call(self, node: ast.Call) -> list[Origin]:
+        """What a function of the user's has returned or yielded, or what an object of it gives."""
+        found: list[Origin] = []
+        for file in self.run.files:
+            found += self._returned(file, called_name(node))
+            for owner in classes_in(file) if called_name(node) else ():
+                for method in GOING_THROUGH if owner.name == called_name(node) else ():
+                    found += self._returned(file, method, owner)
+        return found
+
+    def _ran(self, file: str, expression: ast.expr, name: str) -> Iterator[Origin]:
+        """The expression with its place, if it has run."""
+        at = place_of(file, expression.lineno)
+        if at is not None and self.run.has_run(at):
+            yield Origin(at, expression, name)
+
+    def _set_in(self, place: SourceLine, nodes: Iterator[ast.AST], name: str) -> Iterator[Origin]:
+        for node in nodes:
+            for target, value in settings(node):
+                if _is_set(target, name):
+                    yield from self._ran(place.file, _matching(target, value, name), name)
+
+    def _given(self, place: SourceLine, function: Function, name: str) -> Iterator[Origin]:
+        called = _name_in_calls(place.file, function)
+        names = arguments_of(function, keyword_only=False)
+        calls = [
+            one
+            for file, node in self.run.nodes()
+            if isinstance(node, ast.Call) and called_name(node) == called
+            for one in self._ran(file, node, name)
+        ]
+        for one in calls if len(calls) <= MOST_CALLS else ():
+            assert isinstance(one.expression, ast.Call)
+            value = argument_given(one.expression, names, name, called != function.name)
+            if value is not None:
+                yield replace(one, expression=value)
+
+    def _attribute_in(self, file: str, name: str) -> Iterator[Origin]:
+        for node in nodes_in(file):
+            for target, value in settings(node):
+                parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+                if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
+                    yield from self._ran(file, value, name)
+        for owner in classes_in(file):
+            yield from self._field_of(file, owner, name)
+
+    def _field_of(self, file: str, owner: ast.ClassDef, name: str) -> Iterator[Origin]:
+        """What the field of a dataclass was given, also where it has a value of its own."""
+        fields = [one for one in owner.body if isinstance(one, ast.AnnAssign)]
+        names = [last_name(one.target) for one in fields]
+        if name not in names:
+            return
+        for call in nodes_in(file):
+            if not isinstance(call, ast.Call):
+                continue
+            by_itself = called_name(call) == "cls" and holds(owner, call.lineno)
+            if called_name(call) == owner.name or by_itself:
+                given = argument_given(call, ["self", *names], name, constructs=True)
+                at = place_of(file, call.lineno)
+                if given is not None and at is not None and self.run.has_run(at):
+                    yield Origin(at, given, name)
+        value = fields[names.index(name)].value
+        default = place_of(file, value.lineno) if value is not None else None
+        if default is not None and value is not None:
+            yield Origin(default, value, name)
+
+    def _given_to_class(self, file: str, name: str) -> Iterator[Origin]:
+        """What an argument of this name was given where a class, maybe not the user's, was made."""
+        for node in nodes_in(file):
+            if isinstance(node, ast.Call) and called_name(node)[:1].isupper():
+                for one in (keyword.value for keyword in node.keywords if keyword.arg == name):
+                    yield from self._ran(file, one, name)
+
+    def _returned(
+        self, file: str, name: str, owner: ast.ClassDef | None = None
+    ) -> Iterator[Origin]:
+        for function in owner.body if owner is not None else nodes_in(file):
+            if isinstance(function, FUNCTIONS) and function.name == name:
+                for node in inside(function):
+                    if isinstance(node, RETURNS) and node.value:
+                        yield from self._ran(file, node.value, name)
+
+    def chain(self, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
+        """What made an expression, the nearest first, as long as only one thing can be meant.
+
+        ``way``: the lines that led to the function, which say which of its calls counts.
+        """
+        if at.depth >= MOST_LINKS:
+            return []
+        given = [one for one in self.of(at) if not one.fills]
+        on_way = [one for one in given if any(_is_on(one.place, line) for line in way)]
+        if given:
+            one = replace((on_way or given)[0], depth=at.depth + 1)
+            is_sole = len({other.line for other in on_way or given}) == 1
+            return [one, *self.chain(one, way)] if is_sole else []
+        parts = (replace(at, expression=part) for part in _parts(at.expression))
+        return next(filter(None, (self.chain(one, way) for one in parts)), [])
+
+    def all(self, begin: Sequence[Origin], deepest: int = MOST_EXPRESSIONS) -> list[Origin]:
+        """All expressions that these were made of, the nearest first, with these."""
+        found: dict[tuple[object, ...], Origin] = {}
+        waiting = deque(begin)
+        while waiting and len(found) < MOST_EXPRESSIONS:
+            one = waiting.popleft()
+            if (*one.key, one.chooses) not in found:
+                found[(*one.key, one.chooses)] = one
+                waiting.extend(self._made_of(one) if one.depth < deepest else ())
+        return list(found.values())
+
+    def _made_of(self, at: Origin) -> Iterator[Origin]:
+        for node, chooses in _mentions(at.expression, at.chooses):
+            for one in self.of(replace(at, expression=node)):
+                yield replace(one, chooses=chooses, depth=at.depth + 1)
+                for test in _guards(one.place):
+                    yield Origin(one.place, test, one.name, True, at.depth + 1)
 
 
-def links_of(
-    run: RunLines, place: SourceLine, expression: ast.expr, callers: Sequence[CodeLine] = ()
-) -> list[Link]:
-    """The lines that have run and made this expression, the nearest first.
-
-    ``callers``: the lines that led to the function of the place; () if they are not known. The line
-    of the expression itself is the first one, if it selects.
-    """
-    own = [Link("", place.line(expression), True)] if selects(expression) else []
-    return [*own, *_links(run, place, expression, callers, 0)]
+def _is_on(place: SourceLine, line: CodeLine) -> bool:
+    return place.file == line.file and holds(place.statement, line.number)
 
 
-def selects(expression: ast.expr) -> bool:
-    """True if an expression takes a part of something, or lists what it takes one by one."""
-    for node in ast.walk(expression):
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-            return True
-        if isinstance(node, COMPREHENSIONS) and any(one.ifs for one in node.generators):
-            return True
-        if isinstance(node, ast.Call) and called_name(node) in ("filter", "islice"):
-            return True
-        if isinstance(node, (ast.List, ast.Tuple)) and node.elts:
-            return all(isinstance(one, (ast.Attribute, ast.Name)) for one in node.elts)
-    return False
+def _enclosing(file: str, function: Function) -> Function | None:
+    """The function around another one; None if there is none."""
+    around = [
+        one
+        for one in nodes_in(file)
+        if isinstance(one, FUNCTIONS)
+        and one is not function
+        and one.lineno < function.lineno <= (one.end_lineno or 0)
+    ]
+    return max(around, key=lambda one: one.lineno, default=None)
 
 
-def _takes_one(expression: ast.expr) -> bool:
-    """True if an expression takes one of several by its number, such as ``groups[0]["params"]``."""
-    return any(
-        isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.Constant)
-        and type(node.slice.value) is int
-        for node in ast.walk(expression)
-    )
+def _name_in_calls(file: str, function: Function) -> str:
+    """The name by which a function is called: that of its class for a constructor."""
+    if function.name == "__init__":
+        return next((one.name for one in classes_in(file) if function in one.body), function.name)
+    return function.name
 
 
-def _iterables(place: SourceLine, number: int) -> Iterator[ast.expr]:
-    """What comprehensions on this line, and then the loops around it, go through."""
-    for node in place.nodes:
-        if isinstance(node, COMPREHENSIONS) and (
-            node.lineno <= number <= (node.end_lineno or node.lineno)
-        ):
-            yield from (one.iter for one in node.generators)
-    for loop in (place.statement, *place.loops):
-        if isinstance(loop, (ast.For, ast.AsyncFor)):
-            yield loop.iter
-
-
-def _links(
-    run: RunLines, place: SourceLine, expression: ast.expr, callers: Sequence[CodeLine], depth: int
-) -> list[Link]:
-    if depth >= MOST_LINKS:
-        return []
-    if isinstance(expression, ast.Name):
-        iterated = _iterated(place, expression)
-        if iterated is not None:
-            own = [Link(expression.id, place.line(iterated), True)] if selects(iterated) else []
-            return [*own, *_links(run, place, iterated, callers, depth + 1)]
-        lines = lines_that_set_variable(run, place, expression.id)
-        if len(lines) == 1:
-            return _of_assignment(run, expression.id, lines[0], callers, depth)
-        return [] if lines else _argument(run, place, expression.id, callers, depth)
-    if isinstance(expression, ast.Attribute):
-        lines = lines_that_set_attribute(run, expression.attr)
-        if not lines and expression.attr in OF_AN_OPTIMIZER:
-            return _links(run, place, expression.value, callers, depth + 1)
-        return _of_assignment(run, expression.attr, lines[0], (), depth) if lines else []
-    if isinstance(expression, ast.Call):
-        name = called_name(expression)
-        for line, value in returns_of(run, place.file, name):
-            link = Link(name, line, value is not None and selects(value))
-            inner = place_at(line)
-            made = _links(run, inner, value, (), depth + 1) if inner is not None and value else []
-            return [link, *made]
-    found = (_links(run, place, part, callers, depth) for part in _parts(expression))
-    return next(filter(None, found), [])
-
-
-def _iterated(place: SourceLine, name: ast.Name) -> ast.expr | None:
-    """What the comprehension around this variable goes through for it; None without one."""
-    for node in place.nodes:
-        if isinstance(node, COMPREHENSIONS) and any(one is name for one in ast.walk(node)):
-            for one in node.generators:
-                if name.id in [last_name(part) for part in ast.walk(one.target)]:
-                    return one.iter
-    return None
+def argument_given(
+    call: ast.Call, names: Sequence[str], name: str, constructs: bool
+) -> ast.expr | None:
+    """The expression that a call gives for an argument; None if it does not say so plainly."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if name not in names or any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    bound = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
+    at = names.index(name) - (1 if bound or constructs else 0)
+    return call.args[at] if 0 <= at < len(call.args) else None
 
 
 def _parts(expression: ast.expr) -> Iterator[ast.expr]:
@@ -195,6 +396,8 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         yield from (one.iter for one in expression.generators)
     elif isinstance(expression, (ast.Subscript, ast.Starred)):
         yield expression.value
+    elif isinstance(expression, ast.Attribute):
+        yield from [expression.value] if expression.attr in OF_AN_OPTIMIZER else []
     elif isinstance(expression, ast.BinOp):
         yield from (expression.left, expression.right)
     elif isinstance(expression, ast.UnaryOp):
@@ -203,70 +406,80 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         yield from expression.elts
 
 
-def _of_assignment(
-    run: RunLines, name: str, line: CodeLine, callers: Sequence[CodeLine], depth: int
-) -> list[Link]:
-    """The line that sets a name, and the lines that made what it sets it to."""
+# The lines that made an expression, an argument of a call, or what a loop goes through.
+
+
+def made_of(run: RunLines, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
+    """What made an expression, the nearest first; with itself, if it selects."""
+    return [*([at] if at.selects else []), *Origins(run).chain(at, way)]
+
+
+def of_line(run: RunLines, line: CodeLine, way: Sequence[CodeLine] = ()) -> list[Origin]:
+    """What made the value that a line gives, and this value itself, the nearest first."""
+    place = place_at(line)
+    if place is None or place.value is None:
+        return []
+    own = Origin(place, place.value)
+    return [own, *Origins(run).chain(own, way)]
+
+
+def set_at(run: RunLines, given: Origin) -> CodeLine:
+    """The nearest line that computed what is given here; else the one that set it, as far back as
+    only one line can be meant.
+    """
+    found = [given, *Origins(run).chain(given)]
+    return next((one for one in found if one.computes), found[-1]).line
+
+
+def chosen(found: Sequence[Origin]) -> Origin | None:
+    """The nearest that selects; without one, the farthest that is known."""
+    return next((one for one in found if one.selects), found[-1] if found else None)
+
+
+def given_at(
+    line: CodeLine, names: Sequence[str], number: int | None = None, called: Collection[str] = ()
+) -> Origin | None:
+    """What the call on a line gives for the first argument that has one of these names.
+
+    ``number``: its place among the others, where it may be given without a name. ``called``: the
+    functions that may be meant; any if there is none.
+    """
     place = place_at(line)
     if place is None:
-        return []
-    statement = place.statement
-    if isinstance(statement, (ast.For, ast.AsyncFor)):
-        made = _links(run, place, statement.iter, callers, depth + 1)
-        return made or [Link(name, line, selects(statement.iter))]
-    given = (one.value for one in place.nodes if isinstance(one, ast.keyword) and one.arg == name)
-    value = next(given, place.value)
-    if value is None:
-        return [Link(name, line, False)]
-    item = _item_of(statement, name)
-    value = _item(value, item)
-    own = Link(name, line, selects(value))
-    if item is None or not isinstance(value, ast.Call):
-        return [own, *_links(run, place, value, callers, depth + 1)]
-    for returned_at, returned in returns_of(run, place.file, called_name(value)):
-        inner = place_at(returned_at)
-        if inner is not None and isinstance(returned, ast.Tuple) and item < len(returned.elts):
-            return [own, *_links(run, inner, returned.elts[item], (), depth + 1)]
-        return [own]
-    return [own]
-
-
-def _item_of(statement: ast.stmt, name: str) -> int | None:
-    """The place of a variable among those to which an assignment unpacks its value."""
-    for target in statement.targets if isinstance(statement, ast.Assign) else ():
-        for number, one in enumerate(target.elts if isinstance(target, ast.Tuple) else ()):
-            if isinstance(one, ast.Name) and one.id == name:
-                return number
+        return None
+    for node in place.nodes:
+        is_meant = isinstance(node, ast.Call) and (called_name(node) in called or not called)
+        if isinstance(node, ast.Call) and is_meant and holds(node, line.number):
+            named = [one.value for one in node.keywords if one.arg in names]
+            listed = node.args[number : number + 1] if number is not None else []
+            for value in (*named, *listed):
+                return Origin(place, value, names[0])
     return None
 
 
-def _item(value: ast.expr, item: int | None) -> ast.expr:
-    """What an expression gives for one of several variables; all of it if it does not say."""
-    if item is None or not isinstance(value, ast.Tuple) or item >= len(value.elts):
-        return value
-    return value.elts[item]
+def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Origin]:
+    """What made that which the innermost loop around a line goes through, the nearest first.
 
-
-def _argument(
-    run: RunLines, place: SourceLine, name: str, callers: Sequence[CodeLine], depth: int
-) -> list[Link]:
-    """Where an argument of the place's function comes from."""
-    function = place.function
-    if function is None or name not in arguments_of(function):
-        return []
-    called = name_in_calls(place.file, function)
-    by_name = lines_that_call(run, called) if not callers else []
-    callers = callers or (by_name if len(by_name) == 1 else ())
-    above = place_at(callers[0]) if callers else None
-    for node in above.nodes if above is not None else ():
-        if isinstance(node, ast.Call) and called_name(node) == called and above is not None:
-            names = arguments_of(function, keyword_only=False)
-            value = argument_given(node, names, name, called != function.name)
-            if value is None:
-                return []
-            link = Link(name, above.line(value), selects(value))
-            return [link, *_links(run, above, value, callers[1:], depth + 1)]
+    ``way``: as in ``decisions``. The first line that stands in a loop counts.
+    """
+    for number, line in enumerate(way):
+        place = place_at(line)
+        if place is None:
+            continue
+        place = run.beside_backward(place)
+        for expression in _iterables(place, line.number):
+            return made_of(run, Origin(place, expression), way[number + 1 :])
     return []
+
+
+def _iterables(place: SourceLine, number: int) -> Iterator[ast.expr]:
+    """What comprehensions on this line, and then the loops around it, go through."""
+    for node in place.nodes:
+        if isinstance(node, COMPREHENSIONS) and holds(node, number):
+            yield from (one.iter for one in node.generators)
+    for loop in (place.statement, *place.loops):
+        if isinstance(loop, (ast.For, ast.AsyncFor)):
+            yield loop.iter
 
 
 # The lines behind a line: those that set the variables and attributes that it reads.
@@ -301,25 +514,12 @@ def lines_behind(
     return list(found.values())[:most]
 
 
-def lines_that_return(run: RunLines, line: CodeLine) -> Iterator[CodeLine]:
+def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
     """The lines that have run and returned what a line assigns, if it calls a user's functions."""
     place = place_at(line)
-    for node in _in_head(place.statement) if place is not None else ():
-        if isinstance(node, ast.Call):
-            for returned, _ in returns_of(run, line.file, called_name(node)):
-                yield returned
-
-
-def _in_head(statement: ast.stmt) -> list[ast.AST]:
-    """What stands in a statement, without the lines of the block that it opens."""
-    heads: list[ast.AST] = [statement]
-    if isinstance(statement, (ast.If, ast.While)):
-        heads = [statement.test]
-    elif isinstance(statement, (ast.For, ast.AsyncFor)):
-        heads = [statement.iter]
-    elif isinstance(statement, (ast.With, ast.AsyncWith)):
-        heads = [item.context_expr for item in statement.items]
-    return [node for head in heads for node in (head, *inside(head))]
+    calls = _in_head(place.statement) if place is not None else ()
+    found = (Origins(run).of_call(one) for one in calls if isinstance(one, ast.Call))
+    return [one.line for returned in found for one in returned]
 
 
 def _setters(
@@ -328,58 +528,50 @@ def _setters(
     """What a line reads, and which line "sets" it, or "passes" it to the function: attributes
     first, since they are set far away.
     """
-    place = place_at(line)
+    place, origins = place_at(line), Origins(run)
     if place is None:
         return
-    read = [
-        node
-        for node in _in_head(place.statement)
-        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load)
-    ]
-    attributes = [
-        node.attr
-        for node in read
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and (node.value.id == "self" or not hasattr(Tensor, node.attr))  # not .grad or .data
-    ]
-    for name in dict.fromkeys(attributes):
-        for setter in lines_that_set_attribute(run, name):
-            if not _asks_the_ranks(setter, name):
-                yield "sets", name, setter
-    names = [] if only_attributes else [node.id for node in read if isinstance(node, ast.Name)]
-    for name in dict.fromkeys(names):
-        last = last_line_that_sets(run, place, line, name)
-        if last is not None:
-            yield "sets", name, last
-        elif place.function is not None:
-            links = links_of(run, place, ast.Name(name, ast.Load()))
-            if links and links[0].line.function != place.function.name:
-                yield "passes", name, links[0].line
+    nodes = _in_head(place.statement)
+    read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
+    for node in read:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            given = [one for one in origins.of(Origin(place, node)) if not one.fills]
+            if len({one.line for one in given}) == 1 and not _asks_the_ranks(given[0]):
+                yield "sets", node.attr, given[0].line
+    for node in [] if only_attributes else read:
+        if isinstance(node, ast.Name):
+            given = origins.of(Origin(place, node))
+            own = [one for one in given if one.place.function is place.function]
+            before = [one for one in own if one.line.number < line.number and not _seeds(one)]
+            if before:
+                yield "sets", node.id, max(before, key=lambda one: one.line.number).line
+            elif len(given) == 1 and not own and given[0].place.function is not None:
+                yield "passes", node.id, given[0].line
 
 
-def _asks_the_ranks(line: CodeLine, name: str) -> bool:
-    """True for a line that sets ``rank`` or ``world_size`` to just that: no value can be wrong."""
-    place = place_at(line)
-    value = place.value if place is not None else None
+def _seeds(one: Origin) -> bool:
+    return isinstance(one.place.value, ast.Call) and called_name(one.place.value) in SEEDING
+
+
+def _asks_the_ranks(one: Origin) -> bool:
+    """True if ``rank`` or ``world_size`` is set to just that: no value can be wrong."""
+    value = one.expression
     if isinstance(value, ast.Call):
-        return not value.args and not value.keywords and called_name(value) == OF_RANKS.get(name)
-    return name in OF_RANKS and isinstance(value, ast.Attribute) and value.attr == name
+        return called_name(value) == OF_RANKS.get(one.name) and not [*value.args, *value.keywords]
+    return one.name in OF_RANKS and isinstance(value, ast.Attribute) and value.attr == one.name
 
 
 def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
-    """The only line that set an attribute which a condition compares; [] if there are several.
-
-    Of an attribute that is set to another one and counted from there, it is the line of the other.
+    """The line that set an attribute which a condition compares, before it was counted up or down;
+    [] if it was set to several things.
     """
     for node in ast.walk(test) if isinstance(test, ast.Compare) else ():
         if isinstance(node, ast.Attribute):
-            for line in lines_that_set_attribute(run, node.attr):
-                return [PointedLine(line, f"sets {node.attr}, which line {at.number} compares")]
-            name = copied_attribute(run, node.attr)
-            for line in lines_that_set_attribute(run, name) if name else ():
-                note = f"sets {name}; {node.attr} begins with it, which line {at.number} compares"
-                return [PointedLine(line, note)]
+            given = Origins(run).of_attribute(node.attr)
+            given = [one for one in given if not isinstance(one.place.statement, ast.AugAssign)]
+            if len({ast.unparse(one.expression) for one in given}) == 1:
+                note = f"sets {node.attr}, which line {at.number} compares"
+                return [PointedLine(set_at(run, given[0]), note)]
     return []
 
 
@@ -389,33 +581,20 @@ SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mu
 """The functions of torch that divide or multiply by their last argument."""
 
 
-def divisors(run: RunLines, line: CodeLine) -> list[Link]:
-    """The lines that made the number by which this line divides or multiplies."""
+def divisors(run: RunLines, line: CodeLine) -> list[Origin]:
+    """What made the number by which this line divides or multiplies, the nearest first."""
     place = place_at(line)
     for expression in _divisors_in(place.nodes) if place is not None else ():
         number = expression.right if isinstance(expression, ast.BinOp) else expression
-        return links_of(run, place, number) if place is not None else []
+        return made_of(run, Origin(place, number)) if place is not None else []
     return []
 
 
-def computes(line: CodeLine, name: str) -> bool:
-    """True if a line computes what it sets a variable to, and does not only pass it on: it takes
-    no single variable or attribute, and calls no function of the user's.
-    """
-    place = place_at(line)
-    value = place.value if place is not None else None
-    if isinstance(value, ast.Call):
-        return not functions_named(line.file, called_name(value))
-    passed_on = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List)
-    return bool(name) and value is not None and not isinstance(value, passed_on)
-
-
-def divisors_in_function(begins: CodeLine | None) -> tuple[str, ...]:
+def divided_by_in(begins: CodeLine) -> list[str]:
     """The names of the attributes by which a function, or one inside it, divides."""
-    functions = functions_named(begins.file, begins.function) if begins is not None else []
+    functions = functions_named(begins.file, begins.function)
     nodes = (node for function in functions for node in ast.walk(function))
-    found = (one.attr for one in _divisors_in(nodes) if isinstance(one, ast.Attribute))
-    return tuple(dict.fromkeys(found))
+    return [one.attr for one in _divisors_in(nodes) if isinstance(one, ast.Attribute)]
 
 
 def _divisors_in(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
@@ -426,26 +605,21 @@ def _divisors_in(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             yield node.right
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            yield from [one for one in (node.right, node.left) if not _holds_a_call(one)][:1]
+            # What is called may return the loss.
+            numbers = (
+                one
+                for one in (node.right, node.left)
+                if not any(isinstance(part, ast.Call) for part in ast.walk(one))
+            )
+            yield from list(numbers)[:1]
         elif isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
             yield node.args[-1]
 
 
-def _holds_a_call(expression: ast.expr) -> bool:
-    """True if an expression calls something, which may return the loss."""
-    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
-
-
-# All expressions that one was made of, and those of them that choose what is taken.
-
-MOST_EXPRESSIONS = 400
-"""So many expressions are followed."""
+# The expressions that choose which of several values are taken, and how far they are from a rank.
 
 DEEPEST_NUMBER = 4
 """So often a name is looked up to see whether a number comes from the rank."""
-
-MOST_NAMES = 8
-"""Through so many names an expression is followed to where it is made."""
 
 OF_THE_RANK = re.compile(r"rank|world_?size|replica|process_index|process_count|num_processes")
 """Words in the names of what says which rank this is, or how many there are."""
@@ -461,29 +635,6 @@ MAKING_INDICES = frozenset({"range", "arange", "slice", "randperm", "linspace"})
 
 MODULES = ("torch", "np", "numpy", "itertools", "data")
 
-COMPUTING = frozenset({"divmod", "min", "max", "ceil", "floor", "round"})
-
-
-@dataclass(frozen=True)
-class Origin:
-    """An expression that another one was made of. ``chooses``: it does not hold the values, but
-    says which of them are taken.
-    """
-
-    place: SourceLine
-    expression: ast.expr
-    chooses: bool
-
-    @property
-    def line(self) -> CodeLine:
-        """Where the expression begins."""
-        return self.place.line(self.expression)
-
-    @property
-    def computes(self) -> bool:
-        """True if it is made by arithmetic or a comparison, not only handed on."""
-        return _computes(self.expression)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -498,104 +649,54 @@ class Choice:
     computes: bool = False
 
 
-@dataclass(frozen=True)
-class Sources:
-    """``run``: what has run on one rank."""
-
-    run: RunLines
-    _distances: dict[tuple[str, int, int, int, int], int | None] = field(default_factory=dict)
-
-    @cached_property
-    def bindings(self) -> Bindings:
-        """What names were given."""
-        return Bindings(self.run)
-
-    def of_line(self, line: CodeLine) -> list[Origin]:
-        """All expressions that what a line says was made of, the nearest first, with its own."""
-        place = place_at(line)
-        if place is None:
-            return []
-        return self.of([Origin(place, one, False) for one in _heads(place.statement)])
-
-    def of(self, begin: Sequence[Origin]) -> list[Origin]:
-        """All expressions that these were made of, the nearest first, with these."""
-        found: dict[tuple[str, int, int, int, bool], Origin] = {}
-        waiting = deque(begin)
-        while waiting and len(found) < MOST_EXPRESSIONS:
-            source = waiting.popleft()
-            key = (*_key(source.place, source.expression), source.chooses)
-            if key not in found:
-                found[key] = source
-                waiting.extend(self._made_of(source))
-        return list(found.values())
-
-    def choices(self, line: CodeLine) -> list[Choice]:
-        """The lines that choose which values a line holds, the nearest first."""
-        found: dict[CodeLine, Choice] = {}
-        for source in self.of_line(line):
-            for node in _choosing_parts(source):
-                at, distance = source.place.line(node), self._distance(source.place, node)
-                known = found.get(at, Choice(at, None))
-                distances = [one for one in (distance, known.distance) if one is not None]
-                names = (*known.names, *_names_of_rank(source.place, node))
-                found[at] = Choice(
-                    at,
-                    min(distances, default=None),
-                    tuple(dict.fromkeys(names)),
-                    known.computes or bool(names) or _computes(node),
-                )
-        return list(found.values())
-
-    def lines_of_rank(self, line: CodeLine) -> list[CodeLine]:
-        """The lines on the way to what a line says that name the rank, without this line."""
-        named = [
-            one.line for one in self.of_line(line) if _names_of_rank(one.place, one.expression)
-        ]
-        return [one for one in dict.fromkeys(named) if one != line]
-
-    def _made_of(self, source: Origin) -> Iterator[Origin]:
-        for node, chooses in _mentions(source.expression, source.chooses):
-            for place, expression in self.bindings.of(source.place, node):
-                yield Origin(place, expression, chooses)
-                for test in _guards(place):
-                    yield Origin(place, test, True)
-
-    def _distance(self, place: SourceLine, node: ast.expr, depth: int = 0) -> int | None:
-        """How often a name must be looked up until a word of the rank appears; None if never."""
-        if _names_of_rank(place, node):
-            return 0
-        if depth >= DEEPEST_NUMBER:
-            return None
-        key = (*_key(place, node), depth)
-        if key not in self._distances:
-            self._distances[key] = None  # what refers to itself says nothing
-            below = [
-                found
-                for part, _ in _mentions(node, True)
-                for at, expression in self.bindings.of(place, part)
-                if (found := self._distance(at, expression, depth + 1)) is not None
-            ]
-            self._distances[key] = 1 + min(below) if below else None
-        return self._distances[key]
+def choices(run: RunLines, line: CodeLine) -> list[Choice]:
+    """The lines that choose which values a line holds, the nearest first."""
+    found: dict[CodeLine, Choice] = {}
+    origins = Origins(run)
+    for part in [part for one in _all_of_line(origins, line) for part in _choosing_parts(one)]:
+        known, of_rank = found.get(part.line, Choice(part.line, None)), _names_of_rank(part)
+        behind = origins.all([part], DEEPEST_NUMBER)
+        distance = next((one.depth for one in behind if _names_of_rank(one)), None)
+        found[part.line] = Choice(
+            part.line,
+            min([one for one in (distance, known.distance) if one is not None], default=None),
+            tuple(dict.fromkeys((*known.names, *of_rank))),
+            known.computes or bool(of_rank) or part.computes,
+        )
+    return list(found.values())
 
 
-def _computes(expression: ast.expr) -> bool:
-    return any(
-        isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
-        or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
-        for node in ast.walk(expression)
-    )
+def lines_of_rank(run: RunLines, line: CodeLine) -> list[CodeLine]:
+    """The lines on the way to what a line says that name the rank, without this line."""
+    named = [one.line for one in _all_of_line(Origins(run), line) if _names_of_rank(one)]
+    return [one for one in dict.fromkeys(named) if one != line]
 
 
-def _names_of_rank(place: SourceLine, node: ast.AST) -> tuple[str, ...]:
+def _all_of_line(origins: Origins, line: CodeLine) -> list[Origin]:
+    """All expressions that what a line says was made of, the nearest first, with its own."""
+    place = place_at(line)
+    if place is None:
+        return []
+    read = [
+        one for one in _heads(place.statement) if not isinstance(getattr(one, "ctx", 0), ast.Store)
+    ]
+    return origins.all([Origin(place, one) for one in read])
+
+
+def _names_of_rank(at: Origin) -> tuple[str, ...]:
     """What an expression names of the rank, or of the number of ranks, as it stands there."""
-    name = last_name(node)
-    if name and (OF_THE_RANK.search(name.lower()) or _is_a_rank(place.function, name)):
-        return (ast.unparse(node),)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return (node.value,) if OF_THE_RANK.search(node.value.lower()) else ()
-    children = (_names_of_rank(place, child) for child in ast.iter_child_nodes(node))
-    return tuple(dict.fromkeys(one for names in children for one in names))
+
+    def names_in(node: ast.AST) -> Iterator[str]:
+        name = last_name(node)
+        if name and (OF_THE_RANK.search(name.lower()) or _is_a_rank(at.place.function, name)):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from [node.value] if OF_THE_RANK.search(node.value.lower()) else []
+        else:
+            for child in ast.iter_child_nodes(node):
+                yield from names_in(child)
+
+    return tuple(dict.fromkeys(names_in(at.expression)))
 
 
 def _is_a_rank(function: Function | None, name: str) -> bool:
@@ -607,21 +708,21 @@ def _is_a_rank(function: Function | None, name: str) -> bool:
     )
 
 
-def _key(place: SourceLine, node: ast.expr) -> tuple[str, int, int, int]:
-    return place.file, node.lineno, node.col_offset, node.end_col_offset or 0
-
-
 def _heads(statement: ast.stmt) -> list[ast.expr]:
     """The expressions of a statement, without those of the block that it opens."""
     if isinstance(statement, (ast.With, ast.AsyncWith)):
         return [item.context_expr for item in statement.items]
-    children = [one for one in ast.iter_child_nodes(statement) if isinstance(one, ast.expr)]
-    return [one for one in children if not isinstance(getattr(one, "ctx", None), ast.Store)]
+    return [one for one in ast.iter_child_nodes(statement) if isinstance(one, ast.expr)]
+
+
+def _in_head(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Everything in these expressions that belongs to the same function."""
+    return (node for head in _heads(statement) for node in (head, *inside(head)))
 
 
 def _mentions(node: ast.AST, chooses: bool) -> Iterator[tuple[ast.expr, bool]]:
     """The names, attributes and calls in an expression, and whether they choose what it takes."""
-    if isinstance(node, (ast.Name, ast.Attribute, ast.Call)):
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Call, Item)):
         yield node, chooses
     choosing = {id(one) for one in _choosing(node)}
     for child in ast.iter_child_nodes(node):
@@ -641,20 +742,17 @@ def _choosing(node: ast.AST) -> list[ast.expr]:
         return node.args
     if name in CHOOSING:
         # Unlike a method, a function of a module gets the values as its first argument.
-        owner = (
-            node.func.value
-            if isinstance(node.func, ast.Attribute)
-            else ast.Name("torch", ast.Load())
-        )
-        is_function = isinstance(owner, ast.Name) and owner.id in MODULES
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        is_function = owner is None or (isinstance(owner, ast.Name) and owner.id in MODULES)
         return [*node.args[is_function:], *(one.value for one in node.keywords)]
     return node.args[:1] if name == "filter" else []
 
 
-def _choosing_parts(source: Origin) -> list[ast.expr]:
+def _choosing_parts(source: Origin) -> list[Origin]:
     """The parts of an expression that say which values are taken, and compute positions for it."""
     parts = [part for node in ast.walk(source.expression) for part in _choosing(node)]
-    return [*parts, source.expression] if source.chooses and source.computes else parts
+    parts += [source.expression] if source.chooses and source.computes else []
+    return [Origin(source.place, part, chooses=True) for part in parts]
 
 
 def _guards(place: SourceLine) -> Iterator[ast.expr]:
@@ -668,53 +766,3 @@ def _guards(place: SourceLine) -> Iterator[ast.expr]:
             at = place_of(place.file, node.lineno)
             if at is not None and node.lineno < statement.lineno:
                 yield from (one.test for one in at.conditions[:1])
-
-
-def given_to_class(
-    run: RunLines, kind: str, arguments: Sequence[str], name: str
-) -> Iterator[Bound]:
-    """What the calls that have run give a class of this name for one of its arguments."""
-    for place, call in Bindings(run).calls(kind):
-        value = argument_given(call, ["self", *arguments], name, constructs=True)
-        if value is not None:
-            yield place, value
-
-
-def set_in_class(run: RunLines, kind: str, name: str) -> list[Bound]:
-    """What the code of a class of this name sets an attribute to."""
-    attribute = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
-    found = Bindings(run).of_attribute(attribute)
-    return [(place, value) for place, value in found if is_in_class(place.line(value), kind)]
-
-
-def sole_origin(run: RunLines, bound: Bound) -> CodeLine | None:
-    """The line of the only expression that made a value, through names and functions of the user's;
-    None if there are several.
-    """
-    bindings = Bindings(run)
-    for _ in range(MOST_NAMES):
-        given = bindings.of(*bound)
-        if len(given) != 1:
-            return None if given else bound[0].line(bound[1])
-        bound = given[0]
-    return None
-
-
-def lines_that_made(run: RunLines, bound: Bound) -> list[CodeLine]:
-    """The lines that computed what is given here, then those that set what went into it.
-
-    The lines of functions come first, since what stands outside of them is far away.
-    """
-    place, expression = bound
-    sources = Sources(run).of([Origin(place, expression, False)])
-    if isinstance(expression, (ast.Name, ast.Attribute)):
-        sources = sources[1:]  # this line only hands on what another one made
-    first = place.function.name if place.function is not None else ""
-    sources.sort(
-        key=lambda one: (
-            one.place.function is None,
-            not one.computes,
-            one.place.function is None or one.place.function.name != first,
-        )
-    )
-    return list(dict.fromkeys(one.line for one in sources))

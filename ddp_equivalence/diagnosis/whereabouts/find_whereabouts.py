@@ -13,9 +13,6 @@ from torch import Tensor
 
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.of_gradients import lines_of_dropped_results
-from ddp_equivalence.diagnosis.lines.of_groups import with_origins_of_groups
-from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
@@ -82,9 +79,6 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
-    lines = [*lines_of_lost_results(view), *lines_of_dropped_results(view), *found.lines]
-    lines = with_origins_of_groups(view, lines)
-    found = replace(found, lines=distinct(lines))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
 
 

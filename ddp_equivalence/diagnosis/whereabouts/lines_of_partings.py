@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
-from ddp_equivalence.diagnosis.lines.origins import computes, divisors, lines_behind
+from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
@@ -426,6 +426,6 @@ def _lines_of_divisor(run: RunLines, line: CodeLine) -> Iterator[PointedLine]:
     one that computes it, and then the nearest.
     """
     found = divisors(run, line)
-    computed = [one for one in found if computes(one.line, one.name)]
+    computed = [one for one in found if one.computes]
     for one in dict.fromkeys([*computed[:1], *found[:1]]):
         yield PointedLine(one.line, f"sets {one.name}" if one.name else "")

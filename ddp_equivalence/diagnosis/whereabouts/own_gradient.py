@@ -455,7 +455,7 @@ def _why_missing(
     for call in seen.calls:
         if call.kind is Kind.REQUIRES_GRAD:
             last |= dict.fromkeys(call.names, call)
-    frozen = {n: last[n] for n in gone if n in last and last[n].what.endswith("False")}
+    frozen = {n: last[n] for n in gone if n in last and not last[n].value}
     if frozen:
         what = f"sets requires_grad of {named(list(frozen))} to False"
         places = dict.fromkeys(line_of(call) for call in frozen.values())

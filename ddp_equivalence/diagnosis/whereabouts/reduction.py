@@ -11,19 +11,18 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.of_groups import (
     groups_of,
     in_small_groups,
+    lines_of_hook_divisors,
     lines_of_small_groups,
     names_in_small_groups,
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import (
-    lines_of_exchange,
-    lines_of_hook_divisors,
     lines_of_no_sync,
     lines_that_keep_from_reducing,
     lines_that_left_out,
     way_to,
 )
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
-from ddp_equivalence.diagnosis.lines.source import run_lines
+from ddp_equivalence.diagnosis.lines.source import innermost_loop, run_lines
 from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
@@ -349,14 +348,18 @@ class _Search:
             *(one.pointed("makes this group") for one in groups[:1]),
         ]
         who = ranked(missing, view.world_size)
-        exchanged = [] if reduced else lines_of_exchange(view, path.rank)
+        exchanged = [] if reduced else calls.places(Kind.POINT_TO_POINT)[-1:]
         if not reduced and others:
             lines += [
                 *lines_that_left_out(view, others[-1]),
                 others[-1].pointed(f"reduces others, not {named(path.names)}", is_fault=True),
             ]
         elif not reduced:
-            lines += exchanged or [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
+            lines += [
+                at(innermost_loop(way_to(view, one.first)), "exchanges tensors", True)
+                for one in exchanged
+            ]
+            lines += [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
         elif copies and not written:
             back = "copy the result back to .grad"
             lines.append(at(line_of(copies[-1]), "reduces a copy of them", True, back))

@@ -73,7 +73,7 @@ class CloserLook:
             observer.was_wrapped(ddp, lines, off_at)
             for one in watch.hooked:
                 if one.ddp is ddp:
-                    observer.was_hooked(one.hook, one.state, one.lines)
+                    observer.was_hooked(one.hook, one.lines)
         if self._look_at.operations:
             self._operations = operations or LoggedOperations.begun()
         self._module = module

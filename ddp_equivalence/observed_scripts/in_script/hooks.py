@@ -44,7 +44,6 @@ class Hooked:
     """A communication hook with which ``ddp`` reduces. ``lines``: registered it."""
 
     ddp: DistributedDataParallel
-    state: object
     hook: Callable[..., Any]
     lines: Lines
 
@@ -70,7 +69,7 @@ def _watch_wrappers(watch: Watch) -> None:
         return call(ddp)
 
     def hooked(register: Any, ddp: Any, state: object, hook: Callable[..., Any]) -> Any:
-        watch.hooked.append(Hooked(ddp, state, hook, lines_of(sys._getframe(1))))
+        watch.hooked.append(Hooked(ddp, hook, lines_of(sys._getframe(1))))
         return register(ddp, state, hook)
 
     around(DistributedDataParallel, "__init__", wrapped)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.worker import _worker_loop
 
 from ddp_equivalence.faults.plant import PlantedFault
-from ddp_equivalence.measurement.call_watch import Lines, RegisteringCalls, TorchCalls
+from ddp_equivalence.measurement.call_watch import Lines, TorchCalls
 from ddp_equivalence.measurement.calls import Call, Kind, lines_of
 from ddp_equivalence.measurement.lines import code_of, merged_handlers, without_failing
 from ddp_equivalence.observed_scripts.in_script.around import after
@@ -322,10 +322,9 @@ class SetUpCalls:
     def __init__(self) -> None:
         self._calls: list[Call] = []
         names = _Numbers()
-        of_torch = TorchCalls(self._record, names).handlers()
-        registering = RegisteringCalls(self._append, names).handlers()
+        of_torch = TorchCalls(self._append, names).handlers()
         in_worker = {code_of(_worker_loop): lambda frame: self.stop()}  # of a loader, by fork
-        self._handlers = merged_handlers(of_torch, registering, in_worker)
+        self._handlers = merged_handlers(of_torch, in_worker)
 
     def begin(self) -> None:
         """Record from now on, unless the script is run under a profiler."""
@@ -350,9 +349,6 @@ class SetUpCalls:
         if handler is None or (caller and caller.f_code.co_filename.startswith(HERE)):
             return
         without_failing(handler, frame)
-
-    def _record(self, kind: Kind, frame: FrameType | None, **more: Any) -> None:
-        self._append(kind, lines_of(frame), **more)
 
     def _append(self, kind: Kind, lines: Lines, **more: Any) -> None:
         if kind in RECORDED and lines[0] is not None:

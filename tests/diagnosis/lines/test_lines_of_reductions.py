@@ -104,18 +104,6 @@ def leaders_forget_a_node(model: nn.Module, batch: Batch, rank: Any) -> None:
         parameter.grad /= 4
 
 
-def returns_early(model: nn.Module, batch: Batch, rank: Any) -> None:
-    workers = dist.new_group([0, 1, 2])
-    loss_of(model, batch).backward()
-    for parameter in model.parameters():
-        if rank.rank == 3:
-            continue
-        dist.all_reduce(parameter.grad, group=workers)
-        parameter.grad /= rank.world_size
-    for parameter in model.parameters():
-        dist.broadcast(parameter.grad, 0)
-
-
 def average(model: nn.Module, world_size: int) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -138,15 +126,6 @@ def seeds_by_rank(model: nn.Module, batch: Batch, rank: Any) -> None:
     average(model, rank.world_size)
 
 
-def loads_on_rank_0(model: nn.Module, batch: Batch, rank: Any) -> None:
-    state = {name: value * 0.5 for name, value in model.state_dict().items()}
-    model.load_state_dict({name: value * 2 for name, value in state.items()})
-    if rank.rank == 0:
-        model.load_state_dict(state)
-    loss_of(model, batch).backward()
-    average(model, rank.world_size)
-
-
 def broadcasts_only_matrices(model: nn.Module, batch: Batch, rank: Any) -> None:
     torch.manual_seed(rank.rank)
     for layer in model.children():
@@ -159,65 +138,63 @@ def broadcasts_only_matrices(model: nn.Module, batch: Batch, rank: Any) -> None:
     average(model, rank.world_size)
 
 
-CASE = case()
+ONE_NODE = case()
+THREE_NODES = case("3x2", batch=partial(rows, count=18))
+BROADCAST = "broadcast all 6 parameters from rank 0 before the first forward pass."
 
-REDUCTIONS = [
+FAULTS = [
     (
         ddp_ignores_one,
-        "parameter_not_reduced",
+        ("parameter_not_reduced", ONE_NODE),
         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)",
         "ddp = DistributedDataParallel(model)  DDP did not reduce 4.bias",
         "do not let DDP ignore 4.bias.",
     ),
     (
         hook_skips_a_bucket,
-        "bucket_not_reduced",
+        ("bucket_not_reduced", ONE_NODE),
         "work = dist.all_reduce(buffer, async_op=True)",
         "ddp.register_comm_hook(None, skipping_hook)  register_comm_hook(skipping_hook)",
         "let the communication hook reduce every bucket, also that of 0.bias, 0.weight.",
     ),
-]
-
-
-@pytest.mark.parametrize(("step", "cause", "line", "note", "fix"), REDUCTIONS)
-def test_the_line_that_reduces_wrongly_is_pointed_at(
-    step: Step, cause: str, line: str, note: str, fix: str
-) -> None:
-    verdict = checked(CASE, step, cause)
-    assert (faults(verdict)[0], verdict.findings[0].fix) == (line, fix)
-    assert note in notes(verdict)
-
-
-ONE_NODE = case()
-TWO_NODES = case("2x2")
-THREE_NODES = case("3x2", batch=partial(rows, count=18))
-
-LEFT_OUT = [
     (
-        ONE_NODE,
         cleared_on_one_rank,
-        "rank_left_out",
+        ("rank_left_out", ONE_NODE),
         "model.zero_grad(set_to_none=False)",
         "clears gradients on rank 2",
         "keep the gradients of rank 2, and divide by 4.",
     ),
     (
-        THREE_NODES,
         leaders_forget_a_node,
-        "node_left_out",
+        ("node_left_out", THREE_NODES),
         "leaders = dist.new_group([ranks[0] for ranks in nodes[:2]])",
         "dist.all_reduce(parameter.grad, group=leaders)  reduces without ranks 4, 5",
         "let ranks 4, 5 take part in an all_reduce of all 6 ranks, and divide by 6.",
     ),
+    (
+        seeds_by_rank,
+        ("weights_differ_between_ranks", ONE_NODE),
+        "nn.init.normal_(layer.weight, std=0.2)",
+        "torch.manual_seed(100 + rank.rank)  seeds differ between ranks",
+        BROADCAST,
+    ),
+    (
+        broadcasts_only_matrices,
+        ("weights_differ_between_ranks", ONE_NODE),
+        "dist.broadcast(parameter.data, 0)",
+        "broadcast of 0.weight, 2.weight, 4.weight in one group; weights differ after it",
+        BROADCAST,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("given", "step", "cause", "line", "note", "fix"), LEFT_OUT)
-def test_the_line_that_loses_gradients_of_ranks_is_pointed_at(
-    given: Case, step: Step, cause: str, line: str, note: str, fix: str
+@pytest.mark.parametrize(("step", "cause", "line", "note", "fix"), FAULTS)
+def test_the_line_that_loses_gradients_or_weights_is_pointed_at(
+    step: Step, cause: tuple[str, Case], line: str, note: str, fix: str
 ) -> None:
-    verdict = checked(given, step, cause)
-    assert (faults(verdict), verdict.findings[0].fix) == ([line], fix)
+    name, given = cause
+    verdict = checked(given, step, name)
+    assert (faults(verdict)[0], verdict.findings[0].fix) == (line, fix)
     assert note in notes(verdict)
 
 
@@ -225,38 +202,3 @@ def test_a_rank_outside_the_group_of_the_others_is_not_said_to_have_reduced_anyt
     verdict = checked(ONE_NODE, group_without_the_last, "rank_left_out")
     assert faults(verdict) == ["others = dist.new_group(list(range(rank.world_size - 1)))"]
     assert "rank 3 reduced" not in verdict.full_report()
-
-
-WEIGHTS = [
-    (
-        seeds_by_rank,
-        "nn.init.normal_(layer.weight, std=0.2)",
-        "torch.manual_seed(100 + rank.rank)  seeds differ between ranks",
-        "a broadcast of all weights from rank 0",
-    ),
-    (
-        loads_on_rank_0,
-        "model.load_state_dict(state)",
-        "changes 0.weight, 0.bias and 4 more; the weights differ between ranks from here on",
-        "a broadcast of all weights from rank 0",
-    ),
-    (
-        broadcasts_only_matrices,
-        "dist.broadcast(parameter.data, 0)",
-        "broadcast of 0.weight, 2.weight, 4.weight in one group; weights differ after it",
-        "",
-    ),
-]
-
-
-@pytest.mark.parametrize(("step", "line", "note", "missing"), WEIGHTS)
-def test_the_line_that_makes_weights_differ_is_pointed_at(
-    step: Step, line: str, note: str, missing: str
-) -> None:
-    verdict = checked(case(), step, "weights_differ_between_ranks")
-    (fault,) = (one for one in verdict.findings[0].lines if one.is_fault)
-    assert (faults(verdict), fault.missing) == ([line], missing)
-    assert note in notes(verdict)
-    assert verdict.findings[0].fix == (
-        "broadcast all 6 parameters from rank 0 before the first forward pass."
-    )

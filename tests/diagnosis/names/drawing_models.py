@@ -7,6 +7,8 @@ generators that everybody knows stay as they were.
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +22,70 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_equivalence import Rank
 from tests.diagnosis.names.small_case import Loss, Step, average, squares
-from tests.diagnosis.names.test_random_numbers import RANDOM, Layers
+
+
+class Layers(nn.Module):
+    """Three linear layers. A subclass draws, or couples examples, between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(5, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Any:
+        hidden = self.changed(torch.tanh(self.first(rows)))
+        return self.last(hidden + torch.tanh(self.middle(hidden)))
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class FunctionalDropout(Layers):
+    def changed(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden, 0.3, training=True)
+
+
+class StochasticDepth(Layers):
+    def forward(self, rows: Tensor) -> Any:
+        hidden = torch.tanh(self.first(rows))
+        kept = (torch.rand(len(rows), 1) < 0.7).to(hidden.dtype)
+        return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
+
+
+class PythonsDepth(Layers):
+    """Stochastic depth with the generator of Python's module random."""
+
+    def forward(self, rows: Tensor) -> Any:
+        hidden = torch.tanh(self.first(rows))
+        kept = hidden.new_tensor([[float(random.random() < 0.7)] for _ in rows])
+        return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
+
+
+class Latent(Layers):
+    """The noise of a variational autoencoder."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.exp(hidden / 2) * torch.randn_like(hidden)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, rows: Tensor) -> Any:
+        tokens = torch.stack([rows[:, :4], rows[:, 1:], rows[:, :4] * 2], dim=1)
+        return self.last(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+
+def denoised(model: nn.Module, batch: Any) -> Tensor:
+    """A loss of a diffusion model, with random timesteps."""
+    rows = batch["rows"]
+    angle = torch.randint(0, 100, (len(rows), 1)) / 100 * math.pi / 2
+    noise = torch.randn_like(rows)
+    noisy = torch.cos(angle).to(rows.dtype) * rows + torch.sin(angle).to(rows.dtype) * noise
+    return F.mse_loss(model(noisy), noise[:, :3])
 
 
 class AnotherDevice(TorchDispatchMode):
@@ -85,10 +150,11 @@ def noisy_squares(model: nn.Module, batch: Any) -> Tensor:
 
 
 DRAWING: list[tuple[Any, Loss]] = [
-    *RANDOM,
-    *((model, squares) for model in (ModuleDropout, GeneratorOfTheRank)),
+    *((model, squares) for model in (FunctionalDropout, StochasticDepth, PythonsDepth)),
+    *((model, squares) for model in (Latent, Attention, ModuleDropout, GeneratorOfTheRank)),
     (Checkpointed, squares),
     (Layers, noisy_squares),
+    (Layers, denoised),
 ]
 
 Device = Callable[[Rank], AbstractContextManager[object]]

@@ -61,11 +61,6 @@ def weighted_mean(model: nn.Module, batch: Any) -> Any:
     return (errors * batch["weight"]).sum() / batch["weight"].sum()
 
 
-def masked_mean(model: nn.Module, batch: Any) -> Any:
-    errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
-    return (errors * batch["mask"]).sum() / batch["mask"].sum()
-
-
 def with_classes(generator: torch.Generator) -> dict[str, Tensor]:
     classes = torch.tensor([0, 0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 1])
     return make_batch(generator) | {"classes": classes}

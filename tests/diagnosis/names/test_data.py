@@ -59,7 +59,7 @@ def probes_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
 def test_an_earlier_backward_over_a_part_is_stale_and_no_padding(layout: str) -> None:
     verdict = check(case(layout), probes_by_hand)
     assert verdict.causes == ("stale_gradient_added",), verdict
-    assert "backward was called 2 times in this probes_by_hand" in report_of(verdict)
+    assert "backward was called 2 times in this step" in report_of(verdict)
 
 
 def gathered(own: Tensor, world_size: int, keeps_own: bool = True) -> Tensor:

@@ -1,11 +1,9 @@
-"""Whatever draws random numbers is named as that, and a loss that is no mean over counts is not
-called one.
+"""The big batch is given the random numbers that the ranks drew, so that only faults are left; and
+a loss that is no mean over counts is not called one.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from typing import Any
 
 import pytest
@@ -14,122 +12,216 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Rank, check
+from ddp_equivalence.diagnosis import analysis, shares
+from ddp_equivalence.measurement.draws import DrawReplay
+from tests.diagnosis.names.drawing_models import (
+    DRAWING,
+    Device,
+    FunctionalDropout,
+    GeneratorOfTheRank,
+    Layers,
+    ModuleDropout,
+    another_device,
+    keeps_the_last_micro_batch,
+    leaves_out_rank_1,
+    on_the_cpu,
+    right,
+    sums,
+)
 from tests.diagnosis.names.small_case import (
     Loss,
     average,
     build_model,
     by_hand,
     case,
+    checked,
     make_batch,
+    report_of,
     squares,
     under_ddp,
 )
 
 pytestmark = pytest.mark.self_check
 
-
-class Layers(nn.Module):
-    """Three linear layers. A subclass draws, or couples examples, between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(5, 8), nn.Linear(8, 8)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, rows: Tensor) -> Any:
-        hidden = self.changed(torch.tanh(self.first(rows)))
-        return self.last(hidden + torch.tanh(self.middle(hidden)))
-
-    def changed(self, hidden: Tensor) -> Tensor:
-        return hidden
+SAME = "the ranks' random numbers, the big batch is what they hold."
+DIFFERENT = "With the ranks' random numbers, the big batch still differs."
+UNKNOWN = "The big batch could not be given the random numbers of the ranks."
 
 
-class FunctionalDropout(Layers):
-    def changed(self, hidden: Tensor) -> Tensor:
-        return F.dropout(hidden, 0.3, training=True)
+def told(verdict: Any) -> str:
+    return " ".join(str(verdict).split())
 
 
-class StochasticDepth(Layers):
-    def forward(self, rows: Tensor) -> Any:
-        hidden = torch.tanh(self.first(rows))
-        kept = (torch.rand(len(rows), 1) < 0.7).to(hidden.dtype)
-        return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
-
-
-class PythonsDepth(Layers):
-    """Stochastic depth with the generator of Python's module random."""
-
-    def forward(self, rows: Tensor) -> Any:
-        hidden = torch.tanh(self.first(rows))
-        kept = hidden.new_tensor([[float(random.random() < 0.7)] for _ in rows])
-        return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
-
-
-class Latent(Layers):
-    """The noise of a variational autoencoder."""
-
-    def changed(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.exp(hidden / 2) * torch.randn_like(hidden)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, rows: Tensor) -> Any:
-        tokens = torch.stack([rows[:, :4], rows[:, 1:], rows[:, :4] * 2], dim=1)
-        return self.last(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
-
-
-def denoised(model: nn.Module, batch: Any) -> Tensor:
-    """A loss of a diffusion model, with random timesteps."""
-    rows = batch["rows"]
-    angle = torch.randint(0, 100, (len(rows), 1)) / 100 * math.pi / 2
-    noise = torch.randn_like(rows)
-    noisy = torch.cos(angle).to(rows.dtype) * rows + torch.sin(angle).to(rows.dtype) * noise
-    return F.mse_loss(model(noisy), noise[:, :3])
-
-
-RANDOM: list[tuple[Any, Loss]] = [
-    *((model, squares) for model in (FunctionalDropout, StochasticDepth, PythonsDepth)),
-    *((model, squares) for model in (Latent, Attention)),
-    (Layers, denoised),
-]
-
-
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize("reduced", [by_hand, under_ddp])
-@pytest.mark.parametrize(("model", "loss"), RANDOM)
+@pytest.mark.parametrize("device", [on_the_cpu, another_device])
+@pytest.mark.parametrize(("model", "loss"), DRAWING)
 def test_whatever_draws_is_compared_with_the_numbers_that_the_ranks_drew(
-    model: Any, loss: Loss, reduced: Any, layout: str
+    model: Any, loss: Loss, device: Device
 ) -> None:
-    verdict = check(case(layout, model=model, loss=loss), reduced(loss))
+    verdict = check(case("1x4", model=model, loss=loss), right(loss, device))
     assert (verdict.outcome, verdict.cause) == ("same", None), verdict
     assert verdict.numbers_are_known
+    assert verdict.comparison is not None
     assert verdict.error is not None
     assert verdict.limit is not None
     assert verdict.error <= verdict.limit
+    assert all(one.same for one in verdict.comparison.parameters)
+    assert SAME in told(verdict)
+    assert "Rank 0 drew at" in told(verdict)
+
+
+FAULTS = [
+    (sums, "sum_not_mean", another_device),
+    (leaves_out_rank_1, "rank_left_out", on_the_cpu),
+    (keeps_the_last_micro_batch, "only_last_micro_batch", another_device),
+]
+
+
+@pytest.mark.parametrize(("fault", "cause", "device"), FAULTS)
+@pytest.mark.parametrize(("model", "loss"), DRAWING)
+def test_random_numbers_excuse_no_fault(
+    model: Any, loss: Loss, fault: Any, cause: str, device: Device
+) -> None:
+    verdict = check(case("1x2", model=model, loss=loss), fault(loss, device))
+    assert verdict.causes == (cause,), verdict
+    assert DIFFERENT in told(verdict)
+
+
+class NormalisedDropout(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return F.dropout(self.norm(hidden), 0.3)
+
+
+@pytest.mark.parametrize("device", [on_the_cpu, another_device])
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"shards": "5+4+2+1"}, "uneven_shards_weighted_equally"),
+        ({"model": NormalisedDropout}, "batch_norm_local_statistics"),
+    ],
+)
+def test_random_numbers_excuse_no_shard(
+    changes: dict[str, Any], cause: str, device: Device
+) -> None:
+    fields = {"model": FunctionalDropout} | changes
+    verdict = check(case("1x4", **fields), right(squares, device))
+    assert verdict.causes == (cause,), verdict
+    assert DIFFERENT in told(verdict)
+
+
+def reads_the_same_rows(model: nn.Module, batch: Any, rank: Rank) -> None:
+    with another_device(rank):
+        squares(model, {name: leaf[:3] for name, leaf in batch.items()}).backward()
+    average(model, rank.world_size)
+
+
+def test_ranks_that_draw_apart_for_the_same_rows_are_seen_to_read_the_same_rows() -> None:
+    verdict = check(case("1x4", model=FunctionalDropout, shards="own"), reads_the_same_rows)
+    assert verdict.causes == ("every_rank_same_data",), verdict
+
+
+def another_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.l1_loss(model(batch["rows"]), batch["targets"])
+
+
+def test_another_loss_is_shown_although_every_rank_draws_other_numbers() -> None:
+    verdict = check(case("1x4", model=FunctionalDropout), right(another_loss, another_device))
+    assert verdict.causes == (), verdict
+    assert "its own rows give" in told(verdict)
+    assert DIFFERENT in told(verdict)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": torch.float32}, {"layout": "1x1"}])
+def test_the_numbers_are_the_only_difference_in_other_cases(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"layout": "1x4", "model": FunctionalDropout} | changes
+    verdict = check(case(**fields), right(squares, another_device))
+    assert verdict.outcome == "same", verdict
+    assert SAME in told(verdict)
+
+
+def test_the_line_that_drew_is_shown_with_its_rank() -> None:
+    verdict = check(case("1x2", model=GeneratorOfTheRank), right(squares, on_the_cpu))
+    assert verdict.outcome == "same", verdict
+    assert "Rank 0 drew at drawing_models.py:" in told(verdict)
+
+
+class RandomSlopes(Layers):
+    """What it draws depends on its input, so that it cannot be given to another forward pass."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return F.rrelu(hidden, training=True)
+
+
+def test_numbers_that_cannot_be_given_to_the_big_batch_are_no_excuse_and_no_accusation() -> None:
+    verdict = check(case("1x2", model=RandomSlopes), right(squares, another_device))
+    assert verdict.causes == (), verdict
+    assert not verdict.numbers_are_known
+    assert UNKNOWN in told(verdict)
+
+
+def test_a_check_without_a_difference_records_no_numbers(monkeypatch: Any) -> None:
+    monkeypatch.setattr(analysis, "draws_of_the_big_batch", None)
+    assert check(case("1x2"), by_hand(squares)).outcome == "same"
+
+
+def test_without_a_second_run_nothing_is_said_of_numbers() -> None:
+    verdict = checked(case("1x2", model=FunctionalDropout), right(squares, another_device), False)
+    assert verdict.outcome == "different"
+    assert "Rank 0 drew" not in report_of(verdict)
+
+
+def test_no_step_is_excused_if_the_numbers_do_not_give_what_the_ranks_computed(
+    monkeypatch: Any,
+) -> None:
+    def draws_by_itself(self: DrawReplay, name: str, result: object) -> None:
+        self._next(name)
+
+    monkeypatch.setattr(DrawReplay, "_drew", draws_by_itself)
+    verdict = check(case("1x2", model=ModuleDropout), right(squares, another_device))
+    assert verdict.causes == (), verdict
+    assert not verdict.numbers_are_known
+
+
+class WithoutSignal(FunctionalDropout):
+    """One parameter has no elements, and one a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.unused = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(3))
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return super().changed(hidden) + self.empty.sum() + 0 * self.unused.sum()
+
+
+def test_a_gradient_of_zero_is_no_difference_beside_the_numbers_of_the_ranks() -> None:
+    verdict = check(case("1x2", model=WithoutSignal), right(squares, another_device))
+    assert verdict.outcome == "same", verdict
+    assert SAME in told(verdict)
+
+
+@pytest.mark.parametrize(
+    ("model", "outcome", "says"),
+    [
+        (ModuleDropout, "same", "Without dropout: this is how the step was compared"),
+        (FunctionalDropout, "different", "the big batch is what they hold"),
+    ],
+)
+def test_a_large_model_of_which_some_elements_are_kept_is_compared_without_dropout(
+    model: Any, outcome: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 20)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 60)
+    verdict = check(case("1x2", model=model), right(squares, on_the_cpu))
+    assert verdict.outcome == outcome, verdict
+    assert says in told(verdict)
 
 
 def test_the_random_numbers_of_several_steps_are_a_difference_that_is_named() -> None:
     verdict = check(case("1x2", model=FunctionalDropout), by_hand(squares), steps=2)
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
-
-
-def leaves_out_rank_1(model: nn.Module, shard: Any, rank: Rank) -> None:
-    squares(model, shard).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad *= rank.rank != 1
-    average(model, rank.world_size)
-
-
-@pytest.mark.parametrize("model", [FunctionalDropout, Attention, PythonsDepth])
-def test_random_numbers_excuse_no_rank_that_is_left_out(model: Any) -> None:
-    verdict = check(case("1x4", model=model), leaves_out_rank_1)
-    assert verdict.causes == ("rank_left_out",), verdict
 
 
 class Normalised(Layers):
@@ -182,8 +274,7 @@ NOT_ADDITIVE: list[tuple[Any, Loss, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize("reduced", [by_hand, under_ddp])
+@pytest.mark.parametrize(("layout", "reduced"), [("1x2", by_hand), ("1x4", under_ddp)])
 @pytest.mark.parametrize(("model", "loss", "batch"), NOT_ADDITIVE)
 def test_a_loss_that_is_no_mean_over_counts_is_not_called_one(
     model: Any, loss: Loss, batch: Any, reduced: Any, layout: str
