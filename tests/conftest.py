@@ -29,7 +29,6 @@ ONE_OF = {
     "package/observed_scripts/test_observed_scripts.py": 6,
     "package/pytest_plugin": 4,
     "package/report": 6,
-    "trainers": 12,
 }
 """Folder or file -> n, where every n-th test of each file runs in every change, so at least one.
 The longest name counts. A file that is not named runs whole."""

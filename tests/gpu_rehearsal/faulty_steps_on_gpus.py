@@ -1,4 +1,4 @@
-"""Tests that ``test_faulty_steps_rehearsed.py`` runs on pretended GPUs: the faulty steps on NCCL.
+"""Tests that ``test_rehearsed.py`` runs on pretended GPUs: the faulty steps on NCCL.
 
 Pytest collects this file only where it is named.
 """

@@ -1,4 +1,4 @@
-"""Tests that ``test_numbers_rehearsed.py`` runs on pretended GPUs: what differs on a GPU, and how.
+"""Tests that ``test_rehearsed.py`` runs on pretended GPUs: what differs on a GPU, and how.
 
 Pytest collects this file only where it is named.
 """
@@ -152,9 +152,13 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(analysis, "drawn_view", lambda *given: None)
 
 
-@pytest.mark.parametrize("step", [averages, trains_in_ddp])
 @pytest.mark.parametrize(
-    ("model", "layout"), [(with_dropout, "1x1"), (with_dropout, "1x2"), (CallsDropout, "1x2")]
+    ("step", "model", "layout"),
+    [
+        (averages, with_dropout, "1x1"),
+        (averages, CallsDropout, "1x2"),
+        (trains_in_ddp, with_dropout, "1x2"),
+    ],
 )
 def test_the_big_batch_with_the_masks_of_the_gpus_is_what_they_hold(
     step: Any, model: Any, layout: str
@@ -176,8 +180,7 @@ def test_a_fault_is_named_with_the_masks_of_the_gpus(step: Any, cause: str) -> N
 
 
 @pytest.mark.usefixtures("no_numbers")
-@pytest.mark.parametrize("step", [averages, trains_in_ddp])
-@pytest.mark.parametrize("layout", ["1x1", "1x2"])
+@pytest.mark.parametrize(("step", "layout"), [(averages, "1x1"), (trains_in_ddp, "1x2")])
 def test_a_right_step_whose_masks_are_not_known_is_compared_without_them(
     step: Any, layout: str
 ) -> None:

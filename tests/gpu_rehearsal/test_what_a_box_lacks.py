@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,54 +91,6 @@ def test_two_gpus_run_what_they_can_and_are_green(tmp_path: Path) -> None:
     sparse = {case["lane_reason"] for case in content["cases"] if "sparse" in case["id"]}
     assert sparse == {"NCCL cannot all-reduce sparse gradients; ranks share GPUs"}
     assert not rehearsed.initialised_by_no_rank()
-
-
-def test_one_gpu_runs_all_of_it_on_lanes_that_say_so(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    rehearsed = suite(
-        *(1, OWN_CODE, PLANTED, SPARSE, ONE_PAIR),
-        lanes=("--must-run=nccl", "--must-run=nccl_shared", f"--ddp-json={results}"),
-    )
-    assert rehearsed.returncode == 0, rehearsed.output
-    content = json.loads(results.read_text())
-    assert content["not_run"] == []
-    reasons = {(case["backend"], case["lane_reason"]) for case in content["cases"]}
-    assert {
-        ("nccl", ""),
-        ("nccl_shared", "2 ranks share GPU 0 over sockets"),
-        ("nccl_shared", "4 ranks share GPU 0 over sockets"),
-        ("data_parallel_shared", "2 replicas on one device"),
-    } <= reasons
-    assert not any(lane == "gloo_fallback" for lane, _ in reasons)
-
-
-def test_one_line_says_what_a_lane_lacks_that_must_run() -> None:
-    rehearsed = suite(1, "mlp-mse_mean-1x1-equal-float64-nccl", SPARSE)
-    assert rehearsed.returncode == 1, rehearsed.output
-    failed = [line for line in rehearsed.output.splitlines() if "FAILED" in line]
-    needs = "which needs 2 CUDA devices, found 1"
-    assert failed == [
-        f"--must-run data_parallel: FAILED, nothing was compared on this lane, {needs}"
-    ]
-    assert "lane nccl: " in rehearsed.output
-    assert "lane gloo_cuda: " in rehearsed.output
-
-
-def test_eight_gpus_are_all_used_and_all_that_torch_can_do_runs(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    lanes = (*LANES, f"--ddp-json={results}")
-    scaler = "rounding and scaled_and_unscaled"
-    rehearsed = suite(8, "1x8", scaler, PLANTED, lanes=lanes)
-    assert rehearsed.returncode == 0, rehearsed.output
-    content = json.loads(results.read_text())
-    backends = Counter(case["backend"] for case in content["cases"] if case["layout"] == "1x8")
-    assert backends["data_parallel"] == 1
-    assert backends["nccl"] >= 2
-    assert set(rehearsed.most_contexts()) == set(range(8))
-    assert content["not_run"] == []
-    skipped = [line for line in rehearsed.output.splitlines() if line.startswith("SKIPPED")]
-    assert len(skipped) == 1
-    assert "not implemented for 'BFloat16'" in skipped[0]
 
 
 def test_a_lane_whose_ranks_never_start_fails_once() -> None:

@@ -30,13 +30,13 @@ def judge(in_process=False):
 IN_A_POOL = """
 if __name__ == "__main__":
     with multiprocessing.get_context("fork").Pool(2) as pool:  # its workers are daemonic
-        print(*pool.map(judge, [False] * 4))
+        print(*pool.map(judge, [False] * 2))
     print(judge())
 """
 
 IN_FORKS = """
 print(judge())
-for _ in range(3):  # as pytest --forked does for every test
+for _ in range(2):  # as pytest --forked does for every test
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -48,7 +48,7 @@ print(judge())
 
 IN_THREADS = """
 with ThreadPoolExecutor(4) as executor:
-    print(*executor.map(judge, [False, True] * 4))
+    print(*executor.map(judge, [False, True] * 2))
 print(judge())
 """
 
@@ -67,9 +67,9 @@ print(judge())
 """
 
 SCRIPTS = {
-    "daemonic processes": (IN_A_POOL, "same same same same same"),
-    "forks": (IN_FORKS, "same same 0 same 0 same 0 same"),
-    "threads": (IN_THREADS, " ".join(["same"] * 9)),
+    "daemonic processes": (IN_A_POOL, "same same same"),
+    "forks": (IN_FORKS, "same same 0 same 0 same"),
+    "threads": (IN_THREADS, " ".join(["same"] * 5)),
     "a fork while a check runs": (FORKED_WHILE_A_CHECK_RUNS, "same 0 same"),
 }
 
