@@ -227,7 +227,8 @@ def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine |
     call = compared[0].piece.call
     if call is None:
         return []
-    return [at(call.made_at, "the loss", is_fault=True), at(line_of(call), note, is_fault=True)]
+    made = at(call.made_at, "the loss", is_fault=True)
+    return [made, at(line_of(call), note, is_fault=made is None)]
 
 
 def _common_loss_factor(compared: Sequence[Compared]) -> float | None:

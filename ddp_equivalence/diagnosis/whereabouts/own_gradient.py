@@ -89,8 +89,7 @@ def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
             factor = 1.0
         drawn = pieces.alone(piece, drawn_again=True) if factor is None else None
         if drawn is not None and pieces.view.setting.draws_on_cpu:
-            again = pieces.factor_between(piece.gradient, drawn.gradient)
-            alone, factor = (drawn, again) if again is not None else (alone, factor)
+            alone, factor = drawn, pieces.factor_between(piece.gradient, drawn.gradient)
         found.append(Compared(piece, factor, alone.gradient, alone.loss))
     return found
 
