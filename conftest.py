@@ -16,7 +16,7 @@ import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.diagnosis.whereabouts import find_whereabouts
+from ddp_equivalence.diagnosis.where import find_whereabouts
 from ddp_equivalence.measurement.request import lane_of
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed

@@ -57,9 +57,9 @@ from ddp_equivalence.diagnosis.view import (
     left_same_bits,
     with_measurement,
 )
-from ddp_equivalence.diagnosis.whereabouts import parting
-from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import where_without_view
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_to_edit, with_one_rank
+from ddp_equivalence.diagnosis.where import divergence
+from ddp_equivalence.diagnosis.where.find_whereabouts import where_without_view
+from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_to_edit, with_one_rank
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
@@ -166,7 +166,7 @@ class Analysis:
         step = self.first_wrong_step
         view, other_bits = self._view_of_step(step), self.repeated is False
         seen = view and with_measurement(view, self.measurement, self.observed, step, other_bits)
-        return seen and parting.asking_one_rank(seen, self._request)
+        return seen and divergence.asking_one_rank(seen, self._request)
 
     @cached_property
     def _view_without_gradients(self) -> View | None:
@@ -205,16 +205,16 @@ class Analysis:
             return diagnose(self.view, self.measurement.comparison)
 
     @cached_property
-    def beside(self) -> parting.BesideOneRank | None:
+    def beside(self) -> divergence.BesideOneRank | None:
         """What the step did on one rank with the whole batch, where that may show more."""
         if not self.looks_further:
             return None
         if self.view is None:
             view = self._view_without_gradients
-            return None if view is None else parting.beside_one_rank(view, self._request)
+            return None if view is None else divergence.beside_one_rank(view, self._request)
         if not one_rank_shows_more(_believed(self.explanations)):
             return None
-        return parting.beside_one_rank(self.view, self._request)
+        return divergence.beside_one_rank(self.view, self._request)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:

@@ -42,7 +42,7 @@ from ddp_equivalence.diagnosis.time_left import (
     TWO_CAUSES,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES
+from ddp_equivalence.diagnosis.where.whereabouts import MOST_LINES
 
 # Rank the explanations by how much of the measured gradients each leaves unexplained.
 

@@ -33,7 +33,7 @@ from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine, Setting
 from ddp_equivalence.diagnosis.time_left import DRAWS
 from ddp_equivalence.diagnosis.view import MeasuredGradients, View
-from ddp_equivalence.diagnosis.whereabouts.pieces import (
+from ddp_equivalence.diagnosis.where.pieces import (
     Pieces,
     pieces_of,
     rows_by_rank,

@@ -13,14 +13,14 @@ from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.examples_read import rows_read_unequally
 from ddp_equivalence.diagnosis.time_left import WHEREABOUTS, OutOfTime
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts, unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import (
+from ddp_equivalence.diagnosis.where.divergence import BesideOneRank
+from ddp_equivalence.diagnosis.where.find_whereabouts import find_whereabouts, unless_it_fails
+from ddp_equivalence.diagnosis.where.lines_of_divergences import (
     ignores_the_loss,
-    lines_of_partings,
+    lines_of_divergences,
     with_one_rank,
 )
-from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.measurement.request import Request
 
 # Where a difference lies: at which lines, and between which losses and rows.
@@ -144,7 +144,7 @@ def findings_beside_one_rank(
 
 def _with_lines_of_the_count(finding: Finding, view: View, beside: BesideOneRank) -> Finding:
     if not finding.lines and beside.is_right_alone:
-        return replace(finding, lines=lines_of_partings(beside.partings, view))
+        return replace(finding, lines=lines_of_divergences(beside.divergences, view))
     if finding.cause != ANOTHER_COUNT.name or finding.more:
         return finding
     found = None if beside.is_right_alone else whereabouts_of(view, "")

@@ -11,7 +11,7 @@ from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.draws import ReferenceDraws
 from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.view import View, with_measurement
-from ddp_equivalence.diagnosis.whereabouts.parting import BesideOneRank
+from ddp_equivalence.diagnosis.where.divergence import BesideOneRank
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.observed_scripts.recorded_step import GradientKind
 

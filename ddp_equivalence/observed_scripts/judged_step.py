@@ -33,16 +33,16 @@ from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_s
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import unless_it_fails
-from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import lines_of_partings
-from ddp_equivalence.diagnosis.whereabouts.parting import (
+from ddp_equivalence.diagnosis.where.divergence import (
     COARSEST,
     BesideOneRank,
+    divergences,
     logs_of,
-    partings,
     past_autograd,
 )
-from ddp_equivalence.diagnosis.whereabouts.relations import Sharing
+from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_of_divergences
+from ddp_equivalence.diagnosis.where.relations import Sharing
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, Operations
 from ddp_equivalence.measurement.measure import Measurement, OneRank, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
@@ -547,7 +547,7 @@ def with_one_process(
     if best is None or not is_coupled:
         analysis.compare_with(beside)
         return findings_beside_one_rank(findings, view, beside)
-    lines = () if beside is None else lines_of_partings(beside.partings, view)
+    lines = () if beside is None else lines_of_divergences(beside.divergences, view)
     return (replace(best, lines=lines or best.lines), *findings[1:])
 
 
@@ -579,7 +579,7 @@ def _beside(
     return BesideOneRank(
         is_right_alone=True,
         factor_alone=1.0,
-        partings=partings(logs),
+        divergences=divergences(logs),
         past_autograd=past_autograd(logs),
     )
 

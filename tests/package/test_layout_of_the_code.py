@@ -17,23 +17,23 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 340,
     "adapters": 320,
-    "case": 3_170,
+    "case": 3_160,
     "checking": 680,
-    "commands": 6_930,
-    "comparison": 1_780,
-    "diagnosis": 22_810,
-    "faults": 2_400,
-    "gate": 1_980,
-    "measurement": 8_580,
-    "observed_scripts": 10_040,
-    "pytest_plugin": 1_670,
+    "commands": 6_350,
+    "comparison": 1_770,
+    "diagnosis": 20_190,
+    "faults": 2_160,
+    "gate": 1_960,
+    "measurement": 8_120,
+    "observed_scripts": 8_770,
+    "pytest_plugin": 1_650,
     "ranks": 7_200,
-    "report": 5_220,
+    "report": 4_860,
     "strategies": 1_400,
 }
 """Folder -> the most lines that its files may have together. A number may only become smaller."""
 
-MOST_FILES = 336
+MOST_FILES = 290
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15

@@ -44,7 +44,7 @@ from ddp_equivalence.diagnosis.reduced import sum_is_right, sums_repeated
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.own_gradient import backward_alone_is_wrong
+from ddp_equivalence.diagnosis.where.own_gradient import backward_alone_is_wrong
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 EQUAL = 1e-4

@@ -1,0 +1,172 @@
+"""Where gradients end on their way back, as the operations of a step show it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.where.loss import losses_of
+from ddp_equivalence.diagnosis.where.relations import KnownValues
+from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
+
+READ_BY_PYTHON = "_local_scalar_dense"
+"""The operation behind ``item()``."""
+
+NAMES = {READ_BY_PYTHON: "item", "alias": "detach"}
+
+MOST_CUTS = 3
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``ended``: was given something that has a gradient, and what it returned has none. ``used``:
+    the operation on the way to a loss that goes on with this. ``value``: what it goes on with.
+    ``is_leaf``: it was made to require a gradient of its own.
+    """
+
+    ended: Operation
+    used: Operation
+    value: Value | None
+    is_leaf: bool = False
+
+
+def cuts_of(run: Operations) -> tuple[Cut, ...]:
+    """Where gradients end on the way back from the losses of a run, each line once."""
+    found: dict[tuple[CodeLine | None, bool], Cut] = {}
+    for one in sorted(_cuts(run), key=lambda pair: pair[0]):
+        cut = one[1]
+        if cut.ended.line is not None:
+            found.setdefault((cut.ended.line, cut.is_leaf), cut)
+    return tuple(found.values())
+
+
+def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
+    operations = run.operations
+    read = {
+        float(run.values[one.given[0]].tensor): number
+        for number, one in enumerate(operations)
+        if one.name == READ_BY_PYTHON and one.differentiable and one.given[0] is not None
+    }
+    made: dict[int, int] = {}
+    for number, one in enumerate(operations):
+        for value in one.returned if one.differentiable and not one.in_backward else ():
+            if value is not None and prod(run.values[value].shape) > 1:
+                made.setdefault(value, number)
+    open_ones = [one for one in losses_of(run) if one is not None]
+    seen: set[int] = set()
+    while open_ones:
+        number = open_ones.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        used = operations[number]
+        for by in used.numbers:
+            if by in read and read[by] < number and abs(by) not in (0.0, 1.0):
+                yield read[by], Cut(operations[read[by]], used, None)
+        for value, writer, required, leaf in zip(
+            used.given, used.writers, used.required, used.leaves, strict=True
+        ):
+            held = None if value is None else run.values[value]
+            if not required and value in made and not _is_recorded(operations, writer):
+                copy = operations[made[value]] if writer is None else operations[writer]
+                yield made[value], Cut(copy, used, held)  # Python or numpy has made it again
+                continue
+            if writer is None or operations[writer].in_backward:
+                continue
+            ended = operations[writer]
+            is_floating = held is None or held.is_floating_point
+            if required and leaf:
+                if _has_inner(ended):
+                    yield writer, Cut(ended, used, held, is_leaf=True)
+            elif not required and ended.differentiable and is_floating:
+                yield writer, Cut(ended, used, held)
+            elif ended.recorded or not required:  # otherwise its function has its own backward
+                open_ones.append(writer)
+
+
+def _is_recorded(operations: Sequence[Operation], writer: int | None) -> bool:
+    return writer is not None and operations[writer].differentiable
+
+
+def _has_inner(operation: Operation) -> bool:
+    """True if an operation was given something that was computed from what has a gradient."""
+    pairs = zip(operation.required, operation.leaves, strict=True)
+    return any(required and not leaf for required, leaf in pairs)
+
+
+def not_meant(
+    cuts: Sequence[Cut], of_the_loss: Sequence[Operations], eps: float
+) -> tuple[Cut, ...]:
+    """Those that the loss of the case does not make: in the same line, or of the same values."""
+    meant = [cut for run in of_the_loss for cut in cuts_of(run)]
+    lines = {cut.ended.line for cut in meant}
+    known = KnownValues((cut.value for cut in meant if cut.value is not None), (), eps)
+    return tuple(
+        cut
+        for cut in cuts
+        if cut.ended.line not in lines and (cut.value is None or known.has(cut.value) != "yes")
+    )
+
+
+def only_of_ranks(ranks: Sequence[Operations], alone: Operations) -> tuple[Cut, ...]:
+    """The cuts of ranks at lines at which one rank has none, each once."""
+    there = {(cut.ended.line, cut.is_leaf) for cut in cuts_of(alone)}
+    found = {(cut.ended.line, cut.is_leaf): cut for run in reversed(ranks) for cut in cuts_of(run)}
+    return tuple(cut for key, cut in found.items() if key not in there)
+
+
+def cut_text(cut: Cut) -> str:
+    """What the line does, as a clause."""
+    name = NAMES.get(cut.ended.name, cut.ended.name.strip("_"))
+    if cut.is_leaf:
+        return "makes a new leaf, whose gradient goes on only where the step passes it on"
+    if not cut.ended.recorded:
+        return "computes where gradients are turned off"
+    if cut.ended.talks:
+        return f"{name} gives values of which autograd does not know where they are from"
+    return f"{name}() gives a result without a gradient"
+
+
+def lines_of_cuts(cuts: Sequence[Cut]) -> list[PointedLine]:
+    """The lines at which gradients end, and those that go on from there towards the loss."""
+    lines: list[PointedLine] = []
+    for cut in sorted(cuts, key=lambda one: one.is_leaf)[:MOST_CUTS]:
+        if cut.ended.line is not None:
+            lines.append(PointedLine(cut.ended.line, cut_text(cut), is_fault=True))
+        if cut.used.line not in (None, cut.ended.line):
+            note = "goes on with it, towards the loss"
+            lines.append(PointedLine(cut.used.line, note))
+    return lines
+
+
+# Gradients that do not depend on the loss: a backward method of the user's own drops what it is
+# given.
+
+
+def independent_of_the_loss(run: Operations) -> tuple[str, ...]:
+    """The parameters whose gradients are not made from the gradient that a backward pass begins
+    with, if that is lost where it is not 1: a loss that is scaled gives the same gradients.
+    """
+    operations = run.operations
+    seeds = {
+        number - 1
+        for number, one in enumerate(operations)
+        if one.in_backward and number and operations[number - 1].name == "ones_like"
+    }
+    flows, read = set(seeds), set[int]()
+    for number, one in enumerate(operations):
+        if one.after & flows:
+            flows.add(number)
+        read |= one.after
+    lost = [number for number in flows - read if _is_scaled(run, operations[number])]
+    if not seeds or not lost:
+        return ()
+    return tuple(name for name, writer in run.results.items() if writer not in flows)
+
+
+def _is_scaled(run: Operations, operation: Operation) -> bool:
+    """True if an operation has left something else than ones."""
+    held = [run.values[one].tensor for one in operation.returned if one is not None]
+    return any(bool((one != 1).any()) for one in held)

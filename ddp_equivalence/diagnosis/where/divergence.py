@@ -1,0 +1,471 @@
+"""Compares the operations of a step with those of the same step on one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
+
+import torch
+
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.cuts import (
+    Cut,
+    independent_of_the_loss,
+    only_of_ranks,
+)
+from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.where.loss import (
+    Scaling,
+    is_left_by_backward,
+    loss_on_one_rank,
+    scalings_of_loss,
+)
+from ddp_equivalence.diagnosis.where.relations import RELATED, Selection, Sharing, found_in
+from ddp_equivalence.diagnosis.where.step_and_loss import (
+    VIEWS,
+    StepAndLoss,
+    compared_with_the_loss,
+)
+from ddp_equivalence.diagnosis.where.two_logs import PACKING, TwoLogs
+from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
+from ddp_equivalence.measurement.measure import (
+    OneRank,
+    operations_beside_one_rank,
+    operations_on_one_rank,
+)
+from ddp_equivalence.measurement.observation import Indices
+from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
+from ddp_equivalence.measurement.request import Request
+
+# Compares a step with the same step on one rank, where a difference has no known cause.
+
+COARSEST = 1e-4
+"""In a precision with a larger eps, rounding alone makes other values."""
+
+MOST_SECONDS = 10.0
+"""The seconds that the step gets on one rank, and again on its own ranks."""
+
+
+@dataclass(frozen=True)
+class BesideOneRank:
+    """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
+
+    ``factor_alone``: it leaves them times this number there; None if it leaves others.
+    ``divergences``: where the ranks part from one rank that is right. ``cuts``: where gradients end
+    on ranks, and not on one rank. ``past_autograd``: the collectives on the way to wrong gradients
+    of which autograd knows nothing. ``loss``: where one rank that is wrong leaves the loss of the
+    case. ``scalings``: the numbers by which its loss was scaled. ``loss_alone``: at which its
+    backward began; None if it is not known. ``is_left_by_backward``: what it leaves is what
+    backward has computed. ``ignoring``: the parameters whose gradients do not depend on how the
+    loss is scaled, on one rank or on others.
+    """
+
+    is_right_alone: bool
+    factor_alone: float | None = None
+    divergences: tuple[Divergence, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    past_autograd: tuple[Operation, ...] = ()
+    loss: StepAndLoss = field(default_factory=StepAndLoss)
+    scalings: tuple[Scaling, ...] = ()
+    loss_alone: float | None = None
+    is_left_by_backward: bool = False
+    ignoring: tuple[str, ...] = ()
+
+
+def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
+    """Run the step on one rank as well; None if this shows nothing."""
+    return unless_it_fails(lambda: _beside_one_rank(view, request), lambda why: None)
+
+
+def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
+    if not _can_be_asked(view, request):
+        return None
+    rows = _rows(view)
+    order = _order(view, rows)
+    deadline = min(request.deadline, MOST_SECONDS)
+    runs = operations_beside_one_rank(request, deadline, order or ())
+    if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
+        return None
+    factor = _factor(view, runs.alone)
+    ignoring = [independent_of_the_loss(run) for run in (runs.alone, *runs.by_rank.values())]
+    found = _compared(view, runs, rows, order, factor)
+    return None if found is None else replace(found, ignoring=max(ignoring, key=len))
+
+
+def _compared(
+    view: View,
+    runs: OneRank,
+    rows: list[tuple[int, ...]] | None,
+    order: tuple[int, ...] | None,
+    factor: float | None,
+) -> BesideOneRank | None:
+    if factor is None or abs(factor - 1) > _tolerance(view, runs.alone):
+        # With other random numbers it may be right all the same.
+        draws = any(one.draws for one in runs.alone.operations)
+        if draws:
+            return None
+        return BesideOneRank(
+            is_right_alone=False,
+            factor_alone=factor,
+            loss=compared_with_the_loss(view, runs.alone, _parts(view, rows)),
+            scalings=tuple(scalings_of_loss(runs.alone)),
+            loss_alone=loss_on_one_rank(runs.alone),
+            is_left_by_backward=is_left_by_backward(runs.alone),
+        )
+    if view.world_size == 1:
+        return None  # the step has left something else this time
+    cuts = only_of_ranks([runs.by_rank[rank] for rank in sorted(runs.by_rank)], runs.alone)
+    if rows is None and order is not None and _takes_parts(view):
+        rows = [tuple(range(view.setting.example_count))] * view.world_size
+    if rows is None or order is None:
+        return BesideOneRank(is_right_alone=True, factor_alone=1.0, cuts=cuts)
+    place = {example: number for number, example in enumerate(order)}
+    sharing = Sharing(
+        tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
+        view.setting.example_count,
+        torch.finfo(_least_precise(view, runs.alone)).eps,
+        float(view.expected.abs().max()),
+    )
+    logs = logs_of(runs, sharing)
+    return BesideOneRank(True, 1.0, divergences(logs), cuts, past_autograd(logs))
+
+
+def logs_of(runs: OneRank, sharing: Sharing) -> TwoLogs:
+    """The logs of both runs, with the parts that the ranks were seen to take of anything."""
+    logs = TwoLogs(runs, sharing)
+    found = found_in(logs.values(), sharing.selections)
+    if not found:
+        return logs
+    logs = TwoLogs(runs, replace(sharing, others=tuple(found)))
+    rivals = logs.rivals()
+    if not rivals:
+        return logs
+    others = tuple(one for one in found if one not in rivals)
+    return TwoLogs(runs, replace(sharing, others=others), rivals)
+
+
+def _takes_parts(view: View) -> bool:
+    """True if each rank was given the whole batch, and it was not recognised what it reads."""
+    return view.setting.shards is None and view.observed.examples_read is None
+
+
+def asking_one_rank(view: View, request: Request) -> View:
+    """The view, which runs the step on one rank if a cause asks for what it leaves there."""
+    return replace(view, factor_on_one_rank=cache(lambda: _factor_on_one_rank(view, request)))
+
+
+def _factor_on_one_rank(view: View, request: Request) -> float | None:
+    if not _can_be_asked(view, request) or torch.finfo(view.setting.dtype).eps > COARSEST:
+        return None
+    rows = _rows(view)
+    order = () if rows is None else _order(view, rows)
+    alone = operations_on_one_rank(request, min(request.deadline, MOST_SECONDS), order or ())
+    return None if alone is None else _factor(view, alone)
+
+
+def _can_be_asked(view: View, request: Request) -> bool:
+    """True for one step of a user that was watched."""
+    return request.strategy is None and request.step_count == 1 and bool(view.observed.by_rank)
+
+
+def _rows(view: View) -> list[tuple[int, ...]] | None:
+    """For each rank, the examples that it reads, in their order; None if they are not known."""
+    if view.setting.shards is not None:
+        return list(view.setting.shards)
+    read = view.observed.examples_read
+    if read is None:
+        return None
+    rows = [tuple(chain.from_iterable(parts)) for parts in read]
+    times = Counter(chain.from_iterable(rows))
+    is_equal = len({*times.values()}) == 1 and len(times) == view.setting.example_count
+    return rows if is_equal else None
+
+
+def _order(view: View, rows: Sequence[tuple[int, ...]] | None) -> tuple[int, ...] | None:
+    """The order of the batch in which the micro-batches of one rank are those of all ranks joined.
+
+    () if there is only one micro-batch; None if there is no such order.
+    """
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    if len(counts) != 1:
+        return None
+    count = max(counts.pop(), 1)
+    if count == 1:
+        return ()
+    if rows is None:
+        return None
+    examples = sorted(chain.from_iterable(rows))
+    if examples != list(range(view.setting.example_count)) or any(len(one) % count for one in rows):
+        return None
+    sizes = [len(one) // count for one in rows]
+    return tuple(
+        example
+        for number in range(count)
+        for one, size in zip(rows, sizes, strict=True)
+        for example in one[number * size : (number + 1) * size]
+    )
+
+
+def _parts(view: View, rows: Sequence[tuple[int, ...]] | None) -> list[Indices]:
+    """The examples of each backward pass of one rank, if it has several and they are known."""
+    read = view.observed.examples_read
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    if rows is None or read is None or len(counts) != 1 or {len(one) for one in read} != counts:
+        return []
+    if counts <= {0, 1}:
+        return []
+    return [tuple(chain.from_iterable(each)) for each in zip(*read, strict=True)]
+
+
+def _factor(view: View, alone: Operations) -> float | None:
+    """One rank holds so many times the gradient of the big batch; None if it holds another one."""
+    sample = view.parameters.sample
+    if any(name not in alone.left for name in sample.sizes):
+        return None
+    values = {name: alone.values[alone.left[name]].tensor for name in sample.sizes}
+    if any(values[name].numel() != size for name, size in sample.sizes.items()):
+        return None
+    held, norm = sample.of(values), float(view.expected.norm())
+    factor = float(held @ view.expected) / norm**2 if norm else 1.0
+    return factor if unexplained(held, factor * view.expected) < _tolerance(view, alone) else None
+
+
+def _tolerance(view: View, alone: Operations) -> float:
+    return max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, alone)).eps)
+
+
+def _least_precise(view: View, alone: Operations) -> torch.dtype:
+    dtypes = {value.dtype for value in alone.values if value.is_floating_point}
+    found: list[torch.dtype] = [getattr(torch, name) for name in dtypes]
+    return max([view.setting.dtype, *found], key=lambda dtype: torch.finfo(dtype).eps)
+
+
+# Finds the operations at which the ranks of a step part from one rank with the whole batch.
+#
+# The step itself is the second implementation here, so nobody has to write one.
+
+READ_BY_PYTHON = ("_local_scalar_dense", "is_nonzero")
+"""The operations behind ``item()`` and ``if``."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One operation at which the ranks part from one rank: all that it was given is related to what
+    one rank has there, and its result is not.
+
+    ``operation``: as it ran on one rank. ``by_rank``, ``alone``: its result; empty and None if only
+    the ranks run it. ``is_certain``: the result made a gradient wrong. ``parts_of_sums``: the lines
+    that made what it was given, where this is only a part of a sum, or a multiple. ``is_first``: it
+    ran before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one
+    rank has, where the other values that it meets are of those parts.
+    """
+
+    operation: Operation
+    by_rank: tuple[Value, ...]
+    alone: Value | None
+    is_certain: bool
+    parts_of_sums: tuple[CodeLine, ...] = ()
+    is_first: bool = False
+    taken: Selection | None = None
+    elsewhere: Selection | None = None
+
+
+def divergences(logs: TwoLogs) -> tuple[Divergence, ...]:
+    """The operations at which the ranks part from one rank, the certain ones first.
+
+    Certain are those that made a gradient wrong: from their result to a gradient there is nothing
+    but results that one rank does not have either; or they are differentiated. What is made of the
+    others cannot be followed, since the step has read them into numbers of Python.
+    """
+    wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
+    if not wrong:
+        return ()
+    search = _Search(logs)
+    leading, only_ranks = search.leading_to(wrong)
+    certain = sorted({*leading, *search.differentiated()})
+    first = certain[0] if certain else len(logs.alone.operations)
+    others = [number for number in search.read_by_python() if number < first]
+    found = [
+        *(search.divergence(number, is_certain=True) for number in certain),
+        *(search.divergence(number, is_certain=False) for number in others[:1]),
+    ]
+    if any(one.is_certain for one in found):
+        return tuple(found)
+    return (*(Divergence(one, (), None, is_certain=True) for one in only_ranks), *found)
+
+
+class _Search:
+    def __init__(self, logs: TwoLogs) -> None:
+        self._logs = logs
+        self._operations = logs.alone.operations
+
+    def leading_to(self, wrong: Sequence[str]) -> tuple[set[int], list[Operation]]:
+        """The divergences from which nothing but other results leads to one of these gradients, and
+        the operations that only ranks run whose results lead there, the last ones of each rank.
+        """
+        found: set[int] = set()
+        only_ranks: dict[CodeLine, Operation] = {}
+        for of_rank, partners in zip(self._logs.ranks, self._logs.partners, strict=True):
+            on_one_rank = {partner: number for number, partner in partners.items()}
+            # Each with whether the operation that reads it is one that one rank runs as well.
+            open_ones = [(of_rank.results[name], True) for name in wrong if name in of_rank.results]
+            seen: set[int] = set()
+            while open_ones:
+                here, is_read_by_both = open_ones.pop()
+                number = on_one_rank.get(here)
+                operation = of_rank.operations[here]
+                if here in seen or (number is not None and self._logs.result(number) in RELATED):
+                    continue
+                seen.add(here)
+                if number is not None and self._diverges(number):
+                    found.add(number)
+                makes_values = operation.name not in (*UNWRITTEN, *BETWEEN_TWO)
+                written = None if number is None else self._logs.number_after(number)
+                if written is not None and written in partners:
+                    open_ones.append((partners[written], True))
+                if number is None and is_read_by_both and makes_values and operation.line:
+                    only_ranks.setdefault(operation.line, operation)
+                open_ones.extend((one, number is not None) for one in operation.after)
+        return found, list(only_ranks.values())
+
+    def differentiated(self) -> Iterator[int]:
+        """The divergences in the forward pass, if what they compute is differentiated."""
+        for number in self.lasting():
+            if self._operations[number].differentiable:
+                yield number
+
+    def lasting(self) -> Iterator[int]:
+        """The divergences outside of backward passes after which not all is right again."""
+        for number, operation in enumerate(self._operations):
+            if not operation.in_backward and self._diverges(number):
+                after = [self._logs.result(one) for one in self._readers(number)]
+                if not after or any(result not in RELATED for result in after):
+                    yield number
+
+    def read_by_python(self) -> Iterator[int]:
+        """The divergences whose results are sent to other ranks or read into numbers of Python."""
+        for number in self.lasting():
+            if self._operations[number].draws:
+                continue  # each rank is seeded with its own number
+            open_ones, seen = [number], set[int]()
+            while open_ones:
+                here = open_ones.pop()
+                operation = self._operations[here]
+                if operation.talks or operation.name in READ_BY_PYTHON:
+                    yield number
+                    break
+                open_ones.extend(one for one in self._logs.readers(here) if one not in seen)
+                seen.update(self._logs.readers(here))
+
+    def _readers(self, number: int) -> Iterator[int]:
+        """The operations that use the values that this one wrote."""
+        for reader in self._logs.readers(number):
+            operation = self._operations[reader]
+            if not operation.in_backward and not operation.name.endswith("_like"):
+                yield reader
+
+    def divergence(self, number: int, *, is_certain: bool) -> Divergence:
+        place = self._logs.places_that_diverge(number)[0]
+        by_rank, alone = self._logs.returned(number, place)
+        operation = self._operations[number]
+        parts = tuple(dict.fromkeys(self._lines_of_parts(number, operation.line)))
+        backward = (n for n, one in enumerate(self._operations) if one.in_backward)
+        return Divergence(
+            operation,
+            by_rank,
+            alone,
+            is_certain,
+            parts,
+            number < next(backward, 0),
+            *self._logs.taken(by_rank, alone),
+        )
+
+    def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
+        """The other lines that made parts of sums, or multiples, of which this makes its result."""
+        for given, writer in self._logs.given(number):
+            if given not in ("sum", "scaled") or writer is None:
+                continue
+            if writer.line != line and writer.line is not None:
+                yield writer.line
+            elif writer.line == line:
+                before = self._logs.number_of(writer)
+                if before is not None and before < number:
+                    yield from self._lines_of_parts(before, line)
+
+    def _diverges(self, number: int) -> bool:
+        """True if the result is another one, and nothing is that the operation was given.
+
+        What no operation wrote was made of numbers of Python, by this line as far as is known.
+        """
+        return bool(self._logs.places_that_diverge(number)) and not self._is_given_others(number)
+
+    def _is_given_others(self, number: int) -> bool:
+        """True if one of the values that the operation was given is another one, or is a view of
+        one, or a tensor with one in it, that cannot be compared itself.
+        """
+        open_ones, seen = [number], {number}
+        while open_ones:
+            for given, writer in self._logs.given(open_ones.pop()):
+                if given == "other" and writer is not None:
+                    return True
+                if given != "unknown" or writer is None or writer.name not in (*VIEWS, *PACKING):
+                    continue
+                before = self._logs.number_of(writer)
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    open_ones.append(before)
+        return False
+
+
+# The names by which users know the operations of torch.
+
+NAMES = {
+    "lift_fresh": "tensor",
+    "_to_copy": "to",
+    "addmm": "linear",
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+}
+"""What users call operations that torch has other names for."""
+
+
+def called(operation: Operation) -> str:
+    """What a user calls this operation."""
+    return NAMES.get(operation.name, operation.name.strip("_").removesuffix("_forward"))
+
+
+# Collectives in a forward pass of which autograd knows nothing, on the way to wrong gradients.
+
+
+def past_autograd(logs: TwoLogs) -> tuple[Operation, ...]:
+    """The collectives outside of backward passes that took what has a gradient, left something
+    that was not computed from it as far as autograd knows, and went into a wrong gradient.
+
+    Each line once, in the order in which the first rank ran them.
+    """
+    wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
+    first = logs.ranks[0]
+    found: dict[object, Operation] = {}
+    for number in sorted(
+        _behind(first, [first.results[one] for one in wrong if one in first.results])
+    ):
+        operation = first.operations[number]
+        if operation.loses_gradient and not operation.in_backward and operation.line is not None:
+            found.setdefault(operation.line, operation)
+    return tuple(found.values())
+
+
+def _behind(run: Operations, results: Sequence[int]) -> set[int]:
+    """All operations on which these depend."""
+    open_ones, seen = list(results), set[int]()
+    while open_ones:
+        number = open_ones.pop()
+        if number not in seen:
+            seen.add(number)
+            open_ones.extend(run.operations[number].after)
+    return seen

@@ -1,0 +1,163 @@
+"""Each pass computed a multiple of what its rows give: the multiples differ, or the big batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.setting import all_divisors
+from ddp_equivalence.diagnosis.where.gradient_path import (
+    at,
+    line_of,
+    lines_only_on,
+    odd_ranks,
+)
+from ddp_equivalence.diagnosis.where.own_gradient import Compared
+from ddp_equivalence.diagnosis.where.pieces import Pieces
+from ddp_equivalence.diagnosis.where.whereabouts import (
+    BACKWARD_BEGINS,
+    Whereabouts,
+    distinct,
+    ranked,
+)
+
+SAME = 1e-3
+MOST_COUNTS = 8
+
+
+def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
+    """Each piece's gradient is ``factor`` times that of its rows, and they are averaged."""
+    known = _right_weights(pieces, compared)
+    factors = torch.tensor([one.factor or 0.0 for one in compared], dtype=torch.float64)
+    rows = torch.tensor([len(one.piece.rows or ()) for one in compared], dtype=torch.float64)
+    weighed_by_rows = known is None and bool(rows.all()) and _all_alike(factors / rows)
+    if not _all_alike(factors) and not weighed_by_rows:
+        return _other_factors(pieces, compared, factors)
+    return _other_divisor(pieces, compared, known)
+
+
+def _right_weights(
+    pieces: Pieces, compared: Sequence[Compared]
+) -> tuple[str, tuple[float, ...], float] | None:
+    """What the big batch divides by: the unit, how much of it each piece has, and how much there
+    is. None if no count of the batch makes it a weighted mean of the pieces.
+    """
+    setting = pieces.view.setting
+    counts: dict[str, list[float]] = {}
+    for one in compared:
+        rows = one.piece.rows or ()
+        batch = take(setting.batch, rows, setting.case.batch_dims)
+        divisors: Mapping[str, float] = all_divisors(batch, len(rows))
+        for unit, count in divisors.items():
+            counts.setdefault(unit, []).append(count)
+    gradients = torch.stack([one.gradient_alone for one in compared])
+    for unit, of_pieces in counts.items():
+        total = sum(of_pieces)
+        if len(of_pieces) != len(compared) or not total:
+            continue
+        weights = torch.tensor(of_pieces, dtype=torch.float64) / total
+        if unexplained(pieces.view.expected, weights @ gradients) <= pieces.tolerance:
+            return unit, tuple(of_pieces), total
+    if unexplained(pieces.view.expected, gradients.sum(0)) <= pieces.tolerance:
+        return "", (1.0,) * len(compared), 1.0
+    return None
+
+
+def _all_alike(values: Tensor) -> bool:
+    return float(values.max() - values.min()) <= SAME * float(values.abs().max())
+
+
+def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor) -> Whereabouts:
+    """The pieces' gradients are different multiples of what their rows give."""
+    world_size = pieces.view.world_size
+    by_rank: dict[int, list[float]] = {}
+    by_number: dict[int, list[float]] = {}
+    for one, factor in zip(compared, factors.tolist(), strict=True):
+        by_rank.setdefault(one.piece.rank, []).append(factor)
+        by_number.setdefault(one.piece.number, []).append(factor)
+    odd: tuple[int, ...] = ()
+    if all(_all_alike(torch.tensor(one)) for one in by_rank.values()):
+        odd = odd_ranks({rank: values[0] for rank, values in by_rank.items()})
+        shown = _listed("rank", {rank: values[0] for rank, values in by_rank.items()})
+    elif all(_all_alike(torch.tensor(one)) for one in by_number.values()):
+        shown = _listed("backward pass", {n + 1: values[0] for n, values in by_number.items()})
+    else:
+        shown = "each another one"
+    ranks = odd or tuple(range(world_size))
+    call = next(one for one in compared if one.piece.rank == ranks[0]).piece.call
+    whole = "losses" if all(map(_begun_so, compared)) else "gradients"
+    return Whereabouts(
+        "own gradient",
+        f"{ranked(odd, world_size)}: the loss has another factor"
+        if odd
+        else "the losses have different factors",
+        f"These are the {whole}, in multiples of what their rows give: {shown}.",
+        distinct(
+            [
+                *lines_only_on(pieces.view.observed.by_rank, odd),
+                at(call.made_at if call else None, "the loss", True),
+                at(line_of(call) if call else None, f"begins here: {shown}", True),
+            ]
+        ),
+        pieces.view.parameters.names,
+        ranks,
+    )
+
+
+def _begun_so(one: Compared) -> bool:
+    """True if the loss at which backward began shows the same factor as the gradient."""
+    factor, begun = one.factor or 0.0, one.loss_factor
+    return begun is not None and abs(begun - factor) <= SAME * abs(factor)
+
+
+def _listed(what: str, values: Mapping[int, float]) -> str:
+    shown = ", ".join(
+        f"{what} {key} {text_of(one, '.4g')}" for key, one in list(values.items())[:MOST_COUNTS]
+    )
+    return shown + (", ..." if len(values) > MOST_COUNTS else "")
+
+
+def _other_divisor(
+    pieces: Pieces, compared: Sequence[Compared], known: tuple[str, tuple[float, ...], float] | None
+) -> Whereabouts:
+    """The ranks' gradients and their reduction are right: the big batch divides otherwise."""
+    call = compared[0].piece.call
+    what = "rank" if len(compared) == pieces.view.world_size else "micro-batch"
+    unit, counts, total = known or ("", (), 1.0)
+    headline, note = "the big batch divides by another number", "the loss of the rows"
+    if known is None:
+        headline = "the mean of right parts is not the big batch"
+        text = "the gradient of the big batch is not the mean of those of its parts"
+    elif not unit:
+        text = "the big batch is the sum of its parts, not their mean"
+        note = "the loss of the rows is a sum"
+    elif max(counts) == min(counts):
+        text = f"the parts count equally in the big batch ({unit}), but not in the result"
+    else:
+        shown = ", ".join(f"{count:g}" for count in counts[:MOST_COUNTS])
+        more = ", ..." if len(counts) > MOST_COUNTS else ""
+        text = (
+            f"the losses divide by {shown}{more} ({unit}), and the big batch by {total:g}, "
+            "so the parts should not count equally"
+        )
+        note = f"divides by the {what}'s own count ({unit})"
+    return Whereabouts(
+        "big batch",
+        headline,
+        f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows, and they are "
+        "averaged.",
+        distinct(
+            [
+                at(call.made_at, note, True) if call else None,
+                at(line_of(call), BACKWARD_BEGINS) if call else None,
+            ]
+        ),
+        pieces.view.parameters.names,
+        tuple(range(pieces.view.world_size)),
+        fix="" if not unit else "divide each summed loss by the count of the whole batch.",
+    )

@@ -1,0 +1,301 @@
+"""Decides where a difference without a name is: in a gradient, a reduction, or a division."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
+from ddp_equivalence.diagnosis.lines.source import run_lines
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.time_left import OutOfTime
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.division import fault_of_division
+from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, paths_of
+from ddp_equivalence.diagnosis.where.own_gradient import (
+    SAME_LOSS,
+    Compared,
+    backward_lines,
+    compared_with_rows,
+    fault_of_a_pass,
+    fault_of_losses,
+    fault_of_own_gradient,
+    idle_ranks,
+    losses_are_right,
+    where_gradients_are_missing,
+)
+from ddp_equivalence.diagnosis.where.pieces import Pieces, pieces_of
+from ddp_equivalence.diagnosis.where.reduction import (
+    fault_of_reduction,
+    fault_of_small_groups,
+)
+from ddp_equivalence.diagnosis.where.whereabouts import (
+    BACKWARD_BEGINS,
+    MOST_LINES,
+    MOST_RANKS,
+    Whereabouts,
+    distinct,
+    not_seen,
+)
+from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.observation import Observation
+
+# Decides where a difference without a name is: in a rank's own gradient, in the reduction, or in
+# what the big batch divides by.
+
+MOST_BEHIND = 8
+"""So many lines behind the loss are looked at."""
+
+COARSEST = 0.1
+"""If equal vectors may differ by more than this, nothing is said about which differ."""
+
+FIX_OF_A_FACTOR = "leave this factor out, or put it into the loss of the big batch as well."
+
+STANDS_OUT = 10.0
+"""In a coarse precision a piece is wrong if its error is so many times that of the others."""
+
+
+def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
+    """Where the difference is. ``why_not_watched``: why the step did not run a second time."""
+    if not view.observed.by_rank:
+        why = why_not_watched or "the step did not run a second time"
+        return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
+    in_small_groups = fault_of_small_groups(view)
+    if in_small_groups is not None:
+        return _in_step(view, in_small_groups)
+    pieces = pieces_of(view)
+    if pieces is None or not pieces.all:
+        return fault_of_losses(view) or not_seen(
+            "no backward pass was recorded whose gradients are those of the model"
+        )
+    if pieces.tolerance > COARSEST:
+        return not_seen("gradients of so low a precision are equal up to rounding")
+    found = _find(view, pieces)
+    return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
+
+
+def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
+    """A wrong gradient shows in the loss, and is made by the lines behind this."""
+    faults = [one for one in found.lines if one.is_fault]
+    if not found.shows_later or not faults:
+        return found
+    rank = found.ranks[0] if found.ranks else 0
+    run = run_lines(view, rank)
+    behind = lines_behind(run, faults[-1].line, MOST_BEHIND)
+    others = [one for one in found.lines if not one.is_fault]
+    # The model is that of the case, so a line that only calls it is the least likely to be wrong.
+    calls_model = {line_of(one) for one in view.observed.calls.of(rank) if one.kind is Kind.FORWARD}
+    behind.sort(
+        key=lambda one: not calls_model.isdisjoint((one.line, *lines_that_return(run, one.line)))
+    )
+    begins = [one for one in others if one.note == BACKWARD_BEGINS]
+    seen = [*faults, *(one for one in others if one not in begins)]
+    return replace(found, lines=distinct([*seen, *behind[:MOST_LINES], *begins]))
+
+
+def _in_order(view: View, found: Whereabouts) -> Whereabouts:
+    """With the lines in the order in which a rank that is concerned came to them last."""
+    rank = found.ranks[0] if found.ranks else 0
+    run = view.observed.by_rank[rank].trace.lines_run or {}
+    order = {(line.file, line.number): number for line, number in run.items()}
+    last = max(order.values(), default=0)
+    lines = sorted(found.lines, key=lambda one: order.get((one.line.file, one.line.number), last))
+    return replace(found, lines=tuple(lines))
+
+
+def _in_step(view: View, found: Whereabouts) -> Whereabouts:
+    if not view.setting.step or found.kind == "not seen":
+        return found
+    return replace(found, sentence=f"In step {view.setting.step + 1}: {found.sentence}")
+
+
+def _find(view: View, pieces: Pieces) -> Whereabouts:
+    total = pieces.own.sum(0)
+    weight = _right_weight(pieces, total)
+    uniform = _uniform_weight(pieces, total)
+    if weight is not None and uniform is None:
+        return _reduction(pieces, weight) or not_seen(
+            "the reduction is wrong, and no call showed which line makes it so"
+        )
+    if weight is not None and uniform is not None:
+        return _factor(pieces, weight, uniform)
+    one_too_many = None if uniform is None else fault_of_a_pass(pieces, uniform)
+    own = one_too_many or _own(pieces)
+    if uniform is not None:
+        return own or not_seen(
+            "all ranks hold the same multiple of what they computed together, but it was not "
+            "recognised which examples each backward pass was of"
+        )
+    reduction = _reduction(pieces, None)
+    if reduction is None or own is None:
+        return reduction or own or not_seen("too little of the step was recorded")
+    if own.kind == "big batch":
+        return reduction
+    return replace(own, sentence=f"{own.sentence} Beside this: {reduction.sentence}")
+
+
+def _right_weight(pieces: Pieces, total: Tensor) -> float | None:
+    """The big batch is this many times what all ranks computed together; None if it is not."""
+    return pieces.factor_between(pieces.view.expected, total)
+
+
+def _uniform_weight(pieces: Pieces, total: Tensor) -> float | None:
+    """Every rank holds this many times what all ranks computed together; None if they do not."""
+    weights = [pieces.factor_between(held, total) for held in pieces.view.measured.by_rank]
+    known = [one for one in weights if one is not None]
+    if len(known) != len(weights) or max(known) - min(known) > 1e-6 * abs(known[0]):
+        return None
+    return known[0]
+
+
+def _reduction(pieces: Pieces, weight: float | None) -> Whereabouts | None:
+    paths = paths_of(pieces)
+    return fault_of_reduction(pieces, paths, weight) if paths else None
+
+
+def _own(pieces: Pieces) -> Whereabouts | None:
+    compared = compared_with_rows(pieces)
+    if compared is None:
+        return None
+    idle = idle_ranks(pieces)
+    if idle is not None:
+        return idle
+    wrong = [one for one in compared if one.factor is None]
+    if wrong and pieces.is_coarse and not pieces.is_one_parameter_far_off:
+        errors = sorted(one.error for one in compared)
+        least = STANDS_OUT * errors[len(errors) // 2]
+        wrong = [one for one in wrong if one.error > least]
+        if not wrong:
+            return not_seen("in this precision the gradients of all rows are rounded that far")
+    if wrong:
+        return fault_of_own_gradient(pieces, wrong)
+    return fault_of_division(pieces, compared)
+
+
+def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
+    """Everything is right up to one factor."""
+    compared = compared_with_rows(pieces)
+    times = uniform / weight
+    text = f"Every gradient is {text_of(times, '.6g')} times that of the big batch. "
+    factors = _common_factor(compared)
+    reduction = _reduction(pieces, weight)
+    is_mean = abs(uniform * pieces.view.world_size - 1) <= 1e-6
+    if factors is not None and compared and is_mean:
+        lines = fault_of_division(pieces, compared)
+        is_right = abs(factors - 1) <= 1e-6
+        passes = len(pieces.by_rank[0])
+        each = f"each of {passes} backward passes" if passes > 1 else "backward"
+        begun = _common_loss_factor(compared)
+        is_lost = begun is not None and abs(begun - factors) > SAME_LOSS * abs(factors)
+        may_be_lost = losses_are_right(pieces) or is_lost
+        on_the_way_back = backward_lines(pieces, pieces.all[0]) if may_be_lost else []
+        of_loss = lines.lines if is_right else _lines_that_scale_losses(compared)
+        what = "what its rows give"
+        what = what if is_right else f"{text_of(factors, '.6g')} times {what}"
+        if begun is not None and is_lost and on_the_way_back:
+            what += f", but began at {text_of(begun, '.4g')} times their loss"
+        return replace(
+            lines,
+            kind="big batch" if is_right else "own gradient",
+            headline=f"every gradient is {text_of(times, '.4g')} times the big batch's",
+            sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
+            lines=distinct([*on_the_way_back, *of_loss]),
+            fix="" if is_right or on_the_way_back else FIX_OF_A_FACTOR,
+        )
+    if reduction is None:
+        return not_seen(f"{text[:1].lower()}{text[1:].rstrip('. ')}, and no line shows this factor")
+    scaled = _lines_that_scale_losses(compared or [])
+    return replace(reduction, lines=distinct([*reduction.lines, *scaled]))
+
+
+def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine | None]:
+    """The backward passes that began at another loss than that of their rows."""
+    factors = [one.loss_factor for one in compared]
+    if not factors or None in factors or all(abs((one or 0.0) - 1) <= SAME_LOSS for one in factors):
+        return []
+    known = dict.fromkeys(text_of(one, ".4g") for one in factors if one is not None)
+    shown = ", ".join([*known][:MOST_RANKS])
+    note = f"begins at {shown} times the rows' loss"
+    call = compared[0].piece.call
+    if call is None:
+        return []
+    made = at(call.made_at, "the loss", is_fault=True)
+    return [made, at(line_of(call), note, is_fault=made is None)]
+
+
+def _common_loss_factor(compared: Sequence[Compared]) -> float | None:
+    """All backward passes began at so many times the loss of their rows; None if they did not."""
+    factors = [one.loss_factor for one in compared]
+    known = [one for one in factors if one is not None]
+    if len(known) != len(factors) or max(known) - min(known) > SAME_LOSS * abs(known[0]):
+        return None
+    return known[0]
+
+
+def _common_factor(compared: list[Compared] | None) -> float | None:
+    if not compared or any(one.factor is None for one in compared):
+        return None
+    factors = torch.tensor([one.factor for one in compared])
+    if float(factors.max() - factors.min()) > 1e-6 * float(factors.abs().max()):
+        return None
+    return float(factors[0])
+
+
+# Where a difference is that nothing can be fitted to.
+
+
+def where_without_view(
+    observed: Mapping[int, Observation],
+    expected: Mapping[GradientKey, Tensor | None],
+    view: View | None,
+    why_not_watched: str,
+    why_no_view: str,
+) -> Whereabouts | None:
+    """What can be said about where it is. ``why_not_watched``: why nothing was ``observed``.
+
+    ``expected``: the gradients of the big batch. ``view``: of the only step, if gradients are
+    missing in it. ``why_no_view``: why nothing can be fitted.
+    """
+    if not observed:
+        why = f", because {why_not_watched}" if why_not_watched else ""
+        return not_seen(f"there was no second run{why}")
+    if view is None:
+        return not_seen(why_no_view)
+    names = [name for (_, name), one in expected.items() if one is not None]
+    return where_gradients_are_missing(observed, names, view)
+
+
+# An error of this package while it looks for lines must not hide that a step differs.
+
+Found = TypeVar("Found")
+
+are_raised = False
+"""True in the tests of this package, which are to fail by such an error."""
+
+
+def unless_it_fails(look: Callable[[], Found], otherwise: Callable[[str], Found]) -> Found:
+    """What ``look()`` returns. If it raises, ``otherwise`` is given the error as a clause.
+
+    Raises OutOfTime, and any error in the tests of this package.
+    """
+    try:
+        return look()
+    except OutOfTime:
+        raise
+    except Exception as error:
+        if are_raised:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        return otherwise(
+            f"this package failed while it looked ({type(error).__name__}: {error}, at {place}); "
+            "please report this"
+        )

@@ -1,0 +1,433 @@
+"""What a comparison with one rank adds to what is known of where a difference is: the lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
+from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
+from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.cuts import Cut, cut_text, lines_of_cuts
+from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence, called
+from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.where.loss import Scaling
+from ddp_equivalence.diagnosis.where.own_gradient import own_backward_lines
+from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS
+from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
+from ddp_equivalence.diagnosis.where.whereabouts import (
+    BACKWARD_BEGINS,
+    MOST_LINES,
+    Whereabouts,
+    first_of_each_line,
+    named,
+)
+from ddp_equivalence.measurement.calls import CodeLine, Kind
+
+WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
+RIGHT_ALONE = "On one rank with the whole batch the step is right."
+MARKED = "> marks where the ranks part from it."
+
+MOST_DIVERGENCES = 2
+MOST_SHOWN = 3
+MOST_RANGES = 3
+
+FIRST_OTHER = (
+    "What earlier lines gave to the first marked line was not seen to differ from one rank; what "
+    "it returns does."
+)
+
+ONLY_RANKS_RUN = "One rank does not run the marked line, and after it values are others."
+
+ROUNDING = 1e-6
+
+ONLY_RANKS = "one rank does not run it; from here on the values are others"
+
+PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
+
+
+def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[PointedLine] | None:
+    """The lines that the report points at; None if the step changes gradients that were right, on
+    one rank as on several. That may be wanted, such as clipping, and any edit would only undo it.
+    """
+    changes = found is not None and found.headline == CHANGED_AFTERWARDS
+    if changes and found is not None and found.beside_one_rank.startswith(WRONG_ALONE):
+        return None
+    lines: Sequence[PointedLine] = getattr(best or found, "lines", ())
+    return lines
+
+
+def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    """What was found already, with what one rank shows."""
+    return unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
+
+
+def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    if ignores_the_loss(beside, view):
+        return _with_ignored_loss(found, beside, view)
+    found = _with_divergences(found, beside, view)
+    if view.world_size == 1:
+        found = replace(found, beside_one_rank="", marks="")
+    if found.explains_all:
+        return found
+    cuts = beside.cuts if beside.is_right_alone else beside.loss.cuts
+    if beside.loss.unlike and not has_right_loss(beside, view):
+        cuts = ()
+    if cuts and (found.shows_later or found.kind == "not seen"):
+        found = with_cuts(found, cuts)
+    factor = beside.factor_alone
+    numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
+    unlike = beside.loss.unlike or beside.loss.changed
+    return with_unlike_loss(found, unlike, view.world_size, knows_numbers=numbers)
+
+
+def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
+    """True if backward methods of the user's own drop the gradient that they are given."""
+    own = any(one.own_backwards for one in view.observed.by_rank.values())
+    return own and bool(beside.ignoring)
+
+
+def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    backward = next(iter(view.observed.calls.backwards), None)
+    seen = view.observed.by_rank[0]
+    own = own_backward_lines(seen, None if backward is None else backward.first)
+    names = named(beside.ignoring)
+    return replace(
+        found,
+        kind="own gradient",
+        headline="gradients do not depend on how the loss is scaled",
+        sentence=f"A backward method drops the gradient that it is given, which is not 1, so the "
+        f"gradients of {names} are made without it. {found.sentence}",
+        lines=first_of_each_line([*own, *(replace(one, is_fault=False) for one in found.lines)]),
+        fix="multiply what the backward method returns by the gradient that it is given.",
+        beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE,
+        marks="",
+    )
+
+
+def with_cuts(found: Whereabouts, cuts: Sequence[Cut]) -> Whereabouts:
+    """What was found already, after the lines at which gradients end."""
+    cut = min(cuts, key=lambda one: one.is_leaf)
+    number = cut.ended.line.number if cut.ended.line is not None else 0
+    others = [replace(one, is_fault=False) for one in found.lines]
+    missing = f"; {found.headline}" if found.headline.endswith("missing") else ""
+    return replace(
+        found,
+        kind="own gradient",
+        headline=f"a gradient is cut off{missing}",
+        sentence=f"Line {number} {cut_text(cut)}, so no gradient flows back through it. "
+        f"{found.sentence}",
+        lines=first_of_each_line([*lines_of_cuts(cuts), *others]),
+        shows_later=False,
+    )
+
+
+def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    if found.explains_all:
+        return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
+    if found.kind == "reduction" and not beside.is_right_alone and must_be_the_loss(beside, view):
+        return wrong_loss(found, beside, view)
+    if _is_only_backward(beside):
+        return _with_backward(found, beside, view)
+    pointed = lines_of_divergences(beside.divergences, view)
+    if not pointed:
+        return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
+    found = _with_lines(found, beside, pointed, view)
+    if found.kind != "not seen":
+        return found
+    first = beside.divergences[0]
+    return replace(
+        found,
+        kind="own gradient" if _before_reduction(first) else "reduction",
+        headline="the ranks part from one rank",
+        sentence=ONLY_RANKS_RUN if first.alone is None else FIRST_OTHER,
+    )
+
+
+def _is_only_backward(beside: BesideOneRank) -> bool:
+    """True if gradients are lost at collectives, and no value of the forward pass parts."""
+    in_backward = all(one.operation.in_backward and one.alone for one in beside.divergences)
+    return bool(beside.past_autograd) and in_backward
+
+
+def _with_backward(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    lines = []
+    for one in beside.past_autograd:
+        note = f"{called(one)} of what has a gradient; autograd does not know of it"
+        if one.line is not None:
+            lines.append(PointedLine(one.line, note, is_fault=True))
+    begins = [one.pointed(BACKWARD_BEGINS) for one in view.observed.calls.backwards[:1]]
+    return replace(
+        found,
+        kind="own gradient",
+        headline="a collective loses a gradient",
+        sentence=f"Autograd does not know that line {lines[0].line.number} sends what has a "
+        "gradient, so nothing comes back for what other ranks make of it. No value of the forward "
+        "pass was seen to part from one rank, only gradients.",
+        lines=first_of_each_line([*lines, *begins]),
+        fix="use a collective that autograd knows (torch.distributed.nn.functional).",
+        beside_one_rank=RIGHT_ALONE,
+    )
+
+
+def _is_before_backward(beside: BesideOneRank) -> bool:
+    """True if a value that leads to wrong gradients parts before anything is reduced."""
+    first = beside.divergences[0]
+    return first.is_certain and first.is_first and first.alone is not None
+
+
+def _with_lines(
+    found: Whereabouts, beside: BesideOneRank, pointed: Sequence[PointedLine], view: View
+) -> Whereabouts:
+    """A line that was found already comes first, unless it is only that of the loss, or the call of
+    backward, which is all that is seen of what DDP reduces.
+    """
+    backwards = {one.line for one in view.observed.calls.backwards}
+    faults = [one for one in found.lines if one.is_fault]
+    others = [one for one in found.lines if not one.is_fault]
+    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+    notes = {one.line: one.note for one in found.lines if one.note}
+    pointed = [
+        replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
+        for one in pointed
+    ]
+    is_late = found.kind == "reduction" and _is_before_backward(beside)
+    is_vague = found.shows_later or found.kind == "big batch" or is_late
+    if not is_vague and any(one.line not in backwards for one in faults):
+        seen = [replace(one, is_fault=False) for one in pointed]
+        lines = first_of_each_line([*faults, *seen, *others])
+        return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
+    seen = [replace(one, is_fault=False) for one in faults]
+    lines = first_of_each_line([*pointed, *behind, *seen, *others])
+    marks = MARKED if any(one.is_fault for one in pointed) else ""
+    return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE, marks=marks)
+
+
+def _before_reduction(divergence: Divergence) -> bool:
+    return divergence.operation.in_backward or divergence.operation.differentiable
+
+
+def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[PointedLine, ...]:
+    """The lines of the divergences. Those inside backward passes follow from others, if there are
+    any, and have no line but that of the call of backward.
+    """
+    certain = [one for one in found if one.is_certain]
+    outside = [one for one in certain if not one.operation.in_backward]
+    lines: dict[CodeLine, PointedLine] = {}
+    for divergence in (outside or certain)[:MOST_DIVERGENCES]:
+        line = divergence.operation.line
+        if line is not None:
+            note = _note_of_divergence(divergence, view.world_size)
+            lines.setdefault(line, PointedLine(line, note, is_fault=True))
+        for line in divergence.parts_of_sums:
+            lines.setdefault(line, PointedLine(line, PART_OF_SUM))
+    for divergence in found:
+        line = divergence.operation.line
+        if not divergence.is_certain and line is not None:
+            lines.setdefault(
+                line, PointedLine(line, _note_of_divergence(divergence, view.world_size))
+            )
+            for line in divergence.parts_of_sums:
+                lines.setdefault(line, PointedLine(line, PART_OF_SUM))
+    return tuple(lines.values())[:MOST_LINES]
+
+
+def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
+    """What the operation returned on one rank, and what it returned on the others."""
+    name = called(divergence.operation)
+    if divergence.alone is None:
+        return f"{name}: {ONLY_RANKS}"
+    if divergence.taken is not None and divergence.elsewhere is not None:
+        rank = next(
+            rank
+            for rank, (here, there) in enumerate(
+                zip(divergence.taken.of_rank, divergence.elsewhere.of_rank, strict=True)
+            )
+            if here != there
+        )
+        here, there = divergence.taken.of_rank[rank], divergence.elsewhere.of_rank[rank]
+        return f"{name}: rank {rank} takes {_ranges(here)} here, and {_ranges(there)} elsewhere"
+    whole = divergence.alone.tensor
+    parts = [one.tensor for one in divergence.by_rank]
+    if any(part.shape != whole.shape for part in parts):
+        return f"{name}: no part of what one rank has here"
+    element = 0
+    if whole.numel() > 1:
+        spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
+        element = _first_of_largest(spread)
+    shown = ", ".join(text_of(float(part.flatten()[element]), ".3g") for part in parts[:MOST_SHOWN])
+    more = ", ..." if world_size > MOST_SHOWN else ""
+    which = f", element {element}" if whole.numel() > 1 else ""
+    alone = text_of(float(whole.flatten()[element]), ".3g")
+    return f"{name}{which}: ranks {shown}{more}; big batch {alone}"
+
+
+def _first_of_largest(values: Tensor) -> int:
+    """The place of the largest value; of several that are equal up to rounding, the first."""
+    largest = values.flatten() >= (1 - ROUNDING) * values.max()
+    return int(largest.int().argmax())
+
+
+def _ranges(positions: Sequence[int]) -> str:
+    """Positions as text: ``0 to 3 and 12 to 15``."""
+    ranges: list[list[int]] = []
+    for one in positions:
+        if ranges and ranges[-1][1] == one - 1:
+            ranges[-1][1] = one
+        else:
+            ranges.append([one, one])
+    shown = [f"{a} to {b}" if b > a else f"{a}" for a, b in ranges]
+    if len(shown) > MOST_RANGES:
+        return ", ".join([*shown[:MOST_RANGES], "..."])
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+
+
+# The lines at which a step leaves the loss of the case, with what they compute there.
+
+UNLIKE_LOSS_ALONE = "On one rank the step is wrong, too."
+UNLIKE_LOSS = "> marks what the loss of the case does not compute."
+
+
+def with_unlike_loss(
+    found: Whereabouts, unlike: Sequence[Unlike], world_size: int, *, knows_numbers: bool
+) -> Whereabouts:
+    """What was found already, after the lines at which the step leaves the loss of the case.
+
+    Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
+    the numbers by which the loss is scaled.
+    """
+    if found.kind in ("reduction", "big batch") or not unlike:
+        return found
+    first = [
+        PointedLine(one.operation.line, _note_of_value(one), is_fault=True)
+        for one in unlike
+        if one.operation.line is not None
+    ]
+    behind = [
+        PointedLine(line, f"makes what line {one.operation.line.number} reads")
+        for one in unlike
+        if one.operation.line is not None
+        for line in one.made_at
+    ]
+    known = [one for one in found.lines if one.is_fault]
+    if known and not found.shows_later:  # a line that was seen to do something wrong comes first
+        more = [one for one in found.lines if one.note != BACKWARD_BEGINS]
+        ordered = [*more, *first, *behind, *found.lines]
+    else:
+        others = [replace(one, is_fault=False) for one in found.lines]
+        nearest = [] if knows_numbers else behind[:1]
+        ordered = [*first, *nearest, *others, *behind]
+    lines: dict[tuple[str, int], PointedLine] = {}
+    for one in ordered:
+        lines.setdefault((one.line.file, one.line.number), one)
+    if found.kind == "not seen":
+        headline = "the loss is not that of the case"
+        found = replace(found, kind="own gradient", headline=headline, sentence="")
+    alone = "" if world_size == 1 else UNLIKE_LOSS_ALONE
+    shown = tuple(lines.values())[:MOST_LINES]
+    return replace(found, lines=shown, beside_one_rank=alone, marks=UNLIKE_LOSS)
+
+
+def _note_of_value(one: Unlike) -> str:
+    """What the operation returned, and what that of the loss of the case returns instead."""
+    name, here = called(one.operation), one.value.tensor
+    if one.in_loss is None:
+        if here.numel() == 1:
+            number = text_of(float(here), ".5g")
+            return f"{name} gives {number}, which the loss of the case does not have"
+        return f"{name} gives values that the loss of the case does not have"
+    there = one.in_loss.tensor
+    element = int((here - there).abs().argmax())
+    which = f", element {element}" if here.numel() > 1 else ""
+    ours, theirs = (text_of(float(one.flatten()[element]), ".4g") for one in (here, there))
+    return f"{name}{which}: {ours} here, {theirs} in the loss of the case"
+
+
+# One rank holds the same multiple of the big batch's gradient as the others: its loss is wrong.
+
+SAME_AS_HELD = 1e-5
+"""Losses whose relative difference is smaller are equal."""
+
+
+def must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
+    """True if the ranks hold the same multiple as one rank, and only backward and reductions have
+    changed their gradients, so that the loss must have this factor.
+
+    Where hooks or backward methods of the user's own run, the loss must be seen to have it.
+    """
+    factor = beside.factor_alone
+    if factor is None or (view.observed.calls.changes() and not beside.is_left_by_backward):
+        return False
+    hooked = view.observed.calls.places(Kind.TENSOR_HOOK, Kind.HOOK)
+    if hooked or any(one.own_backwards for one in view.observed.by_rank.values()):
+        right = view.examples.big_batch_loss
+        if beside.loss_alone is None or not right or not _close(beside.loss_alone / right, factor):
+            return False
+    return all(
+        unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME_AS_HELD * abs(other)
+
+
+def has_right_loss(beside: BesideOneRank, view: View) -> bool:
+    """True if backward began, on one rank, at the loss of the big batch."""
+    right = view.examples.big_batch_loss
+    return beside.loss_alone is not None and _close(beside.loss_alone, right)
+
+
+def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    """On one rank, where a reduction changes nothing, all gradients have a wrong factor, too."""
+    factor = beside.factor_alone or 0.0
+    loss = line_of_loss(view, "the loss that backward begins at", is_fault=True)
+    run = run_lines(view, 0)
+    lines = [
+        *([loss] if loss is not None else []),
+        *_lines_of_scalings(beside.scalings, factor),
+        *(_lines_of_divisor(run, loss.line) if loss is not None else []),
+        *(lines_behind(run, loss.line, MOST_LINES) if loss is not None else []),
+    ]
+    return replace(
+        found,
+        kind="own gradient",
+        headline=f"the loss has a wrong factor, {text_of(factor, '.4g')}",
+        sentence=f"On one rank every gradient is {text_of(factor, '.6g')} times that of the big "
+        "batch, too. So the loss is multiplied, or divided by another number; the reduction is not "
+        "to blame.",
+        lines=first_of_each_line(lines),
+        fix="",
+        beside_one_rank="",
+        shows_later=True,
+    )
+
+
+def _lines_of_scalings(scalings: Sequence[Scaling], factor: float) -> Iterator[PointedLine]:
+    """The lines that made the numbers by which the loss was scaled, those first of which another
+    count would give the right loss.
+    """
+    made = [one for one in scalings if one.made_at and abs(one.number) != 1]
+    for one in sorted(made, key=lambda one: not one.explains(factor)):
+        how = "divides" if one.divides else "multiplies"
+        note = f"makes {text_of(one.number, '.6g')}; line {one.line.number} {how} by it"
+        for line in one.made_at:
+            yield PointedLine(line, note)
+
+
+def _lines_of_divisor(run: RunLines, line: CodeLine) -> Iterator[PointedLine]:
+    """The lines that made the divisor of the loss, as far as the source shows: first the nearest
+    one that computes it, and then the nearest.
+    """
+    found = divisors(run, line)
+    computed = [one for one in found if one.computes]
+    for one in dict.fromkeys([*computed[:1], *found[:1]]):
+        yield PointedLine(one.line, f"sets {one.name}" if one.name else "")

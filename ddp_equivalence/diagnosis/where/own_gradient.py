@@ -1,0 +1,492 @@
+"""A rank's own gradient is not what its rows give: which rank, and from where on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.decisions import meeting_lines
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, lines_only_on
+from ddp_equivalence.diagnosis.where.pieces import Piece, Pieces, pieces_of
+from ddp_equivalence.diagnosis.where.whereabouts import (
+    BACKWARD_BEGINS,
+    Whereabouts,
+    distinct,
+    named,
+    not_seen,
+    of_all,
+    ranked,
+)
+from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.measurement.observation import Observation
+
+MOST_CHANGES = 2
+
+WITHHOLDS = "returns no gradient"
+
+SAME_LOSS = 1e-5
+"""Losses whose relative difference is smaller are equal."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A piece beside its rows alone. ``factor``: its gradient is this many times that of its rows;
+    None if it is no multiple of it. ``loss_alone``: the loss of its rows.
+    """
+
+    piece: Piece
+    factor: float | None
+    gradient_alone: Tensor
+    loss_alone: float
+
+    @property
+    def error(self) -> float:
+        """How far the gradient is from that of its rows, relative to the latter."""
+        norm = float(self.gradient_alone.norm())
+        return float((self.piece.gradient - self.gradient_alone).norm()) / norm if norm else 0.0
+
+    @property
+    def loss_factor(self) -> float | None:
+        """The loss at which backward began is this many times that of its rows."""
+        if self.piece.loss is None or not self.loss_alone:
+            return None
+        return self.piece.loss / self.loss_alone
+
+    @property
+    def is_loss_right(self) -> bool | None:
+        """Whether backward began at the loss of the rows; None if that is not known."""
+        factor = self.loss_factor
+        return None if factor is None else abs(factor - 1) <= SAME_LOSS
+
+    @property
+    def losses(self) -> str:
+        """Both losses: ``its loss is 1.8, its own rows give 0.9``."""
+        alone = text_of(self.loss_alone, ".5g")
+        if self.piece.loss is None:
+            return f"its own rows give the loss {alone}"
+        if self.is_loss_right:
+            return f"its loss is that of its own rows, {alone}"
+        return f"its loss is {text_of(self.piece.loss, '.5g')}, its own rows give {alone}"
+
+
+def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
+    """Every piece beside its rows alone; None if the rows of one are not known."""
+    found = []
+    for piece in pieces.all:
+        alone = pieces.alone(piece)
+        if alone is None:
+            return None
+        factor = pieces.factor_between(piece.gradient, alone.gradient)
+        if factor is None and not piece.gradient.any() and not alone.gradient.any():
+            factor = 1.0
+        drawn = pieces.alone(piece, drawn_again=True) if factor is None else None
+        if drawn is not None and pieces.view.setting.draws_on_cpu:
+            alone, factor = drawn, pieces.factor_between(piece.gradient, drawn.gradient)
+        found.append(Compared(piece, factor, alone.gradient, alone.loss))
+    return found
+
+
+def fault_of_own_gradient(
+    pieces: Pieces, wrong: Sequence[Compared], computed: str = "another gradient"
+) -> Whereabouts:
+    """Whose gradients are wrong: those of the pieces in ``wrong`` are no multiples of their rows'.
+
+    ``computed``: what their ranks computed that their rows do not give.
+    """
+    one, view = wrong[0], pieces.view
+    ranks = tuple(sorted({other.piece.rank for other in wrong}))
+    who = ranked(ranks, view.world_size)
+    verb = "computes" if len(ranks) in (1, view.world_size) else "compute"
+    whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
+    whole += _which_piece(pieces, wrong)
+    names = _names(pieces, one)
+    headline, sentence, lines = _from_where(pieces, one, names)
+    only_there = lines_only_on(view.observed.by_rank, ranks)
+    changed = changes_before(view.observed.by_rank[one.piece.rank], one.piece.call)
+    of_loss = [_loss_line(one), _backward_line(one)]
+    shown = [*only_there, *changed, *lines]
+    marked = [line for line in shown if line and line.is_fault]
+    return Whereabouts(
+        kind="own gradient",
+        shows_later=not marked,
+        headline=f"{who if len(ranks) in (1, view.world_size) else f'{len(ranks)} ranks'}: "
+        f"{headline}",
+        sentence=f"On rank {one.piece.rank}, {one.losses}. {sentence}{whole}",
+        lines=distinct([*shown, *of_loss]),
+        parameters=names,
+        ranks=ranks,
+    )
+
+
+def _from_where(
+    pieces: Pieces, one: Compared, names: Sequence[str]
+) -> tuple[str, str, list[PointedLine | None]]:
+    """A headline, a sentence and lines on how the piece is wrong."""
+    missing = _not_called(pieces, one.piece, names)
+    if missing:
+        text = f"The module {missing} is not called, though the loss of its rows calls it. "
+        return f"{missing} is not called", text, []
+    if one.is_loss_right is False:
+        return one.losses, "", []
+    lines = backward_lines(pieces, one.piece)
+    for shown in lines:
+        if shown is not None and shown.note.startswith(WITHHOLDS):
+            what = f"Line {shown.line.number} {shown.note}. "
+            return "a backward method returns no gradient", what, lines
+    rest = len(pieces.view.parameters.names) - len(names)
+    text = f"The loss is right, and the gradient of {named(names)} is not"
+    text += "; all others are right. " if rest else ". "
+    headline = "backward gives another gradient" if lines else "another gradient than its rows give"
+    return headline, text, lines
+
+
+def _not_called(pieces: Pieces, piece: Piece, names: Sequence[str]) -> str:
+    """The module of a parameter without a gradient that the rank has never called; "" if none."""
+    called = {call.name for call in pieces.view.observed.by_rank[piece.rank].trace.module_calls}
+    for name in names if called else ():
+        module = name.rpartition(".")[0]
+        place = pieces.view.parameters.places[name]
+        if module not in called and not bool(piece.gradient[place].any()):
+            return module
+    return ""
+
+
+def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
+    """The parameters whose gradients differ from those of the rows, in the order of backward."""
+    factors = [1.0] if one.loss_factor is None else [one.loss_factor, 1.0]
+    best: list[str] = []
+    for number, factor in enumerate(factors):
+        wrong = []
+        for name, place in pieces.view.parameters.places.items():
+            found, right = one.piece.gradient[place], factor * one.gradient_alone[place]
+            if not float((found - right).norm()) <= 10 * pieces.tolerance * float(right.norm()):
+                wrong.append(name)
+        if number == 0 or len(wrong) < len(best):
+            best = wrong
+    return tuple(reversed(best))
+
+
+def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
+    """Which backward passes, if not all of a rank."""
+    counts = {len(of_rank) for of_rank in pieces.by_rank}
+    numbers = sorted({one.piece.number for one in wrong})
+    if counts == {1} or len(numbers) == max(counts):
+        return ""
+    shown = ", ".join(str(number + 1) for number in numbers)
+    return f" That is so in backward pass {shown} of {max(counts)}."
+
+
+def _loss_line(one: Compared) -> PointedLine | None:
+    line = one.piece.call.made_at if one.piece.call else None
+    is_wrong = one.is_loss_right is False
+    return at(line, f"the loss: {one.losses}" if is_wrong else "the loss", is_wrong)
+
+
+def _backward_line(one: Compared) -> PointedLine | None:
+    call = one.piece.call
+    if call is None:
+        return None
+    is_told = call.made_at is not None or one.is_loss_right is not False
+    note = BACKWARD_BEGINS if is_told else f"backward begins here: {one.losses}"
+    return at(line_of(call), note, not is_told)
+
+
+# What a forward pass reads beside its rows: weights, buffers, and attributes of modules.
+
+
+def changes_before(seen: Observation, backward: Call | None) -> list[PointedLine]:
+    """The lines that changed what a forward pass reads before this backward pass. A line in a
+    function that leaves backward to its caller stands for the caller's line.
+    """
+    if backward is None:
+        return []
+    lines = dict[object, PointedLine]()
+    forwards = {line_of(call) for call in seen.calls if call.kind in (Kind.FORWARD, Kind.WRAP)}
+    for call in seen.calls:
+        line = line_of(call)
+        if (call.step, call.backwards) > (backward.step, backward.backwards) or line is None:
+            continue
+        if call.kind is Kind.WEIGHTS and call.step == backward.step and not call.in_backward:
+            note = f"changes {named(call.names)} before backward" if call.what else ""
+            met = meeting_lines(call, backward)
+            if met is not None and met[0] != line:
+                line, note = met[0], note and f"line {line.number} {note}"
+        elif call.kind is Kind.BUFFERS and line not in forwards:
+            note = f"changes {named(call.names)} before the forward pass"
+        elif call.kind is Kind.MODULE_STATE:
+            note = f"sets {call.what} on {call.names[0] or 'the model'}"
+        else:
+            continue
+        lines.pop(line, None)
+        if note:
+            lines[line] = PointedLine(line, note, is_fault=call.kind is not Kind.MODULE_STATE)
+        else:  # the weights are those of the case again
+            lines = {one: known for one, known in lines.items() if "backward" not in known.note}
+    return list(lines.values())[-MOST_CHANGES:]
+
+
+# Only the way back is wrong: the losses are those of the rows, and the reduction is a mean.
+
+
+def backward_alone_is_wrong(view: View) -> bool:
+    """True if every rank holds the mean of what the ranks computed, and every backward pass began
+    at the loss of its rows. What differs then came in between.
+    """
+    if not view.observed.by_rank or view.world_size == 1:
+        return False
+    pieces = pieces_of(view)
+    if pieces is None or not pieces.all or pieces.is_coarse:
+        return False
+    held = view.measured.by_rank
+    mean = view.on_every_rank(pieces.own.mean(0))
+    return unexplained(held, mean) <= pieces.tolerance and losses_are_right(pieces)
+
+
+def losses_are_right(pieces: Pieces) -> bool:
+    """True if every backward pass began at the loss of its rows."""
+    for piece in pieces.all:
+        alone = pieces.alone(piece)
+        if alone is None or piece.loss is None:
+            return False
+        if abs(piece.loss - alone.loss) > max(SAME_LOSS, pieces.tolerance) * abs(alone.loss):
+            return False
+    return True
+
+
+def backward_lines(pieces: Pieces, piece: Piece) -> list[PointedLine | None]:
+    """The backward methods of the user's own that ran in a backward pass, and the last hook."""
+    hooks = pieces.view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK)
+    own = own_backward_lines(pieces.view.observed.by_rank[piece.rank], piece.call)
+    return [*own, *(one.pointed("a hook on the way back", True) for one in hooks[-1:])]
+
+
+def own_backward_lines(seen: Observation, backward: Call | None) -> list[PointedLine]:
+    """The backward methods of the user's own that ran, those first that withheld a gradient."""
+    own: dict[str, PointedLine] = {}
+    for one in sorted(seen.own_backwards, key=lambda one: not one.withheld):
+        if backward is None or (one.step, one.backwards) != (backward.step, backward.backwards + 1):
+            continue
+        note = f"the gradient that {one.name} gives back"
+        if one.withheld:
+            note = f"{WITHHOLDS} for input {one.withheld[0]} of {one.name}, which needs one"
+        own.setdefault(one.name, PointedLine(one.line, note, is_fault=True))
+    return list(own.values())
+
+
+# A backward pass adds to gradients that would be right without it, as one through another's loss.
+#
+# In adversarial training, for example, the generator's loss also reaches the weights of the
+# critic.
+
+
+def fault_of_a_pass(pieces: Pieces, uniform: float) -> Whereabouts | None:
+    """The pass of each rank that is one too many; None if leaving out one changes nothing.
+
+    ``uniform``: every rank holds this many times what all ranks have computed together.
+    """
+    view, counts = pieces.view, {len(of_rank) for of_rank in pieces.by_rank}
+    names = [name for name in view.parameters.names if name in view.measured.differing]
+    if len(counts) != 1 or min(counts) < 2 or not names:
+        return None
+    elements = view.parameters.positions_of(names)
+    total, right = pieces.own.sum(0)[elements], view.expected[elements]
+    found = []
+    for number in range(counts.pop()):
+        added = torch.stack([of_rank[number].gradient for of_rank in pieces.by_rank]).sum(0)
+        rest = uniform * (total - added[elements])
+        is_right = float((rest - right).norm()) <= pieces.tolerance * float(right.norm())
+        if is_right and bool(added[elements].any()):
+            found.append(number)
+    if len(found) != 1:
+        return None
+    lines = [
+        at(
+            line_of(piece.call),
+            f"adds to the gradients of {named(names)}, which are right without it"
+            if piece.number == found[0]
+            else "another backward pass",
+            piece.number == found[0],
+        )
+        for piece in pieces.by_rank[0]
+        if piece.call is not None
+    ]
+    gradients = of_all(names, view.parameters.names)
+    return Whereabouts(
+        kind="own gradient",
+        headline="one backward pass too many reaches some parameters",
+        sentence=f"Without what one of the backward passes adds, {gradients} would be right.",
+        lines=distinct(lines),
+        parameters=tuple(names),
+        ranks=tuple(view.setting.reporting_ranks),
+        fix="keep this backward pass from these parameters, or clear what it leaves there.",
+        explains_all=True,
+    )
+
+
+# Where the gradients of backward passes are not known, their losses are all that can be compared.
+
+
+def fault_of_losses(view: View) -> Whereabouts | None:
+    """The ranks whose losses are not those of their rows; None if that cannot be told.
+
+    The gradients of sharded parameters, for instance, are not known before they are reduced.
+    """
+    pieces = pieces_of(view, without_gradients=True)
+    if pieces is None or not pieces.all or pieces.is_coarse:
+        return None
+    wrong, known = [], 0
+    for piece in pieces.all:
+        alone = pieces.alone(piece)
+        if alone is None or piece.loss is None:
+            continue
+        known += 1
+        compared = Compared(piece, None, alone.gradient, alone.loss)
+        factor = compared.loss_factor
+        if factor is not None and abs(factor - 1) > max(SAME_LOSS, pieces.tolerance):
+            wrong.append(compared)
+    unseen = "what backward computed on each rank, before it was reduced, was not recorded"
+    if not wrong:
+        if known < len(pieces.all):
+            return None
+        calls = [piece.call for piece in pieces.by_rank[0] if piece.call is not None]
+        lines = distinct([at(line_of(call), "the loss is right here") for call in calls[:1]])
+        seen = f"the losses of all ranks are those of their rows; {unseen}"
+        return replace(not_seen(seen), lines=lines)
+    found = fault_of_own_gradient(pieces, wrong, "another loss")
+    return replace(
+        found,
+        sentence=f"{found.sentence} It is not known whether this is all, since {unseen}.",
+        parameters=(),
+    )
+
+
+def idle_ranks(pieces: Pieces) -> Whereabouts | None:
+    """Ranks that were given rows and computed no gradient of their model; None if all did."""
+    view = pieces.view
+    shards = view.setting.shards
+    if shards is None:
+        return None
+    idle = tuple(
+        rank for rank, of_rank in enumerate(pieces.by_rank) if not of_rank and shards[rank]
+    )
+    if not idle or len(idle) == view.world_size:
+        return None
+    who = ranked(idle, view.world_size)
+    ran = all(view.observed.backwards(rank) for rank in idle)
+    missed = "backward reaches no parameter of the model" if ran else "no backward pass"
+    last = next((line_of(one) for one in reversed(view.observed.calls.of(idle[0]))), None)
+    return Whereabouts(
+        "own gradient",
+        f"{who}: {missed}",
+        f"{who[:1].upper()}{who[1:]} computed no gradient of the model that the step was given.",
+        distinct(
+            [
+                *lines_only_on(view.observed.by_rank, idle),
+                *(one.pointed(f"on {who}: {missed}") for one in view.observed.calls.backwards[:1]),
+                at(last, f"the last recorded call of {who}"),
+            ]
+        ),
+        view.parameters.names,
+        idle,
+    )
+
+
+# Where gradients are missing on some ranks: which modules these never called.
+
+
+def where_gradients_are_missing(
+    observed: Mapping[int, Observation], names: Sequence[str], view: View | None
+) -> Whereabouts | None:
+    """None if they are not. ``names``: the parameters that have a gradient in the big batch.
+
+    ``view``: of the step, if there is one of it before it ran.
+    """
+    missing = {rank: _missing(seen, names) for rank, seen in observed.items()}
+    ranks = tuple(rank for rank, of_rank in missing.items() if of_rank)
+    if not ranks:
+        return None  # what the step returned lacks them, or they have another shape
+    gone, seen = missing[ranks[0]], observed[ranks[0]]
+    who = ranked(ranks, len(observed))
+    backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
+    text, lines = _why_missing(seen, gone, backwards, ranks[0])
+    is_seen = bool(lines)
+    if not lines:
+        lines += changes_before(seen, backwards[-1] if backwards else None)
+    if view is not None and not lines:
+        reduced = [one for one in view.observed.calls.reductions if ranks[0] in one.by_rank]
+        lines = [one for place in reduced[-1:] for one in lines_that_left_out(view, place)]
+    last = [line_of(call) for call in seen.calls][-1:]
+    several = f"{len(gone)} gradients are" if len(gone) > 1 else f"the gradient of {gone[0]} is"
+    only_there = lines_only_on(observed, ranks)
+    return Whereabouts(
+        "own gradient",
+        f"{several} missing",
+        f"{text} {who[:1].upper()}{who[1:]} left no gradient of {named(gone)}.",
+        distinct(
+            [
+                *lines,
+                *only_there,
+                *(at(line_of(call), "backward began here") for call in backwards[-1:]),
+                *(at(line, f"the last recorded call of rank {ranks[0]}") for line in last),
+            ]
+        ),
+        tuple(gone),
+        ranks,
+        shows_later=not is_seen and not only_there,
+    )
+
+
+def _why_missing(
+    seen: Observation, gone: Sequence[str], backwards: Sequence[Call], rank: int
+) -> tuple[str, list[PointedLine | None]]:
+    """What was recorded that keeps gradients from these parameters, and its lines."""
+    if not backwards:
+        return f"No backward pass ran on rank {rank}.", []
+    last: dict[str, Call] = {}
+    for call in seen.calls:
+        if call.kind is Kind.REQUIRES_GRAD:
+            last |= dict.fromkeys(call.names, call)
+    frozen = {n: last[n] for n in gone if n in last and not last[n].value}
+    if frozen:
+        what = f"sets requires_grad of {named(list(frozen))} to False"
+        places = dict.fromkeys(line_of(call) for call in frozen.values())
+        return f"A line {what}.", [at(place, what, True) for place in places]
+    module = gone[0].rpartition(".")[0]
+    calls = [one for one in seen.trace.module_calls if one.name == module]
+    if calls and not any(one.with_gradients for one in calls):
+        without = [one for one in seen.trace.module_calls if not one.with_gradients]
+        around = [one for one in without if f"{module}.".startswith(f"{one.name}.")] or calls
+        outermost = min(around, key=lambda one: len(one.name))
+        text = f"{_module(module)} is called only where gradients are turned off."
+        return f"{text[:1].upper()}{text[1:]}", [
+            at(outermost.line, f"calls {_module(outermost.name)} without gradients", True),
+            at(calls[-1].line, f"calls {_module(module)} without gradients"),
+        ]
+    own = [one for one in own_backward_lines(seen, backwards[-1]) if one.note.startswith(WITHHOLDS)]
+    if own:
+        return f"Line {own[0].line.number} {own[0].note}.", [*own]
+    if not calls and any(one.name != module for one in seen.trace.module_calls):
+        return f"The module {module or 'itself'} is not called on rank {rank}.", []
+    return f"Backward passes ran on rank {rank}, and none left these gradients.", []
+
+
+def _module(name: str) -> str:
+    return f"the module {name}" if name else "the model"
+
+
+def _missing(seen: Observation, names: Sequence[str]) -> list[str]:
+    """The parameters that had no gradient when the second run ended, in their order."""
+    last: dict[str, bytes] = {}
+    for state in seen.trace.states:
+        last |= state.values
+    if not seen.trace.complete:
+        return []
+    return [name for name in names if not last.get(name, b"")]

@@ -1,0 +1,560 @@
+"""After which line gradients are not what right code would have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.of_groups import (
+    groups_of,
+    in_small_groups,
+    lines_of_hook_divisors,
+    lines_of_small_groups,
+    names_in_small_groups,
+)
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    lines_of_no_sync,
+    lines_that_keep_from_reducing,
+    lines_that_left_out,
+    way_to,
+)
+from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
+from ddp_equivalence.diagnosis.lines.source import innermost_loop, run_lines
+from ddp_equivalence.diagnosis.reduced import groups_text
+from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.gradient_path import (
+    SAME_WEIGHT,
+    SPARE,
+    AfterCall,
+    Mix,
+    Path,
+    at,
+    done_text,
+    hooks,
+    line_of,
+    lines_only_on,
+    mix_text,
+    odd_ranks,
+    pointed,
+    went_alike,
+)
+from ddp_equivalence.diagnosis.where.pieces import Pieces
+from ddp_equivalence.diagnosis.where.whereabouts import (
+    Whereabouts,
+    distinct,
+    named,
+    of_all,
+    ranked,
+)
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
+
+# Three questions, in this order: were the gradients right at some time, and which line changed
+# them then; after which line are they no mixture of what the ranks computed; and if they are one
+# all the time, which ranks or backward passes count in it as they should not.
+
+OTHER = "What the ranks hold in the end is not the mean of what they computed."
+CHANGED_AFTERWARDS = "right gradients are changed afterwards"
+
+NOTHING = 1e-9
+"""Gradients that are so many times what they should be are zero."""
+
+ROUNDING = 10.0
+"""A weight that is so many times the tolerance of a fit, relative to the largest, is not zero."""
+
+MOST_SHOWN = 4
+
+
+def fault_of_reduction(
+    pieces: Pieces, paths: Sequence[Path], weight: float | None
+) -> Whereabouts | None:
+    """Where the gradients leave the right way; None if none of them does.
+
+    ``weight``: of each piece in what every rank should hold; None if any will do that is the same
+    for all.
+    """
+    bad = [path for path in paths if not (_is_right(path.held, weight) and path.as_left)]
+    if not bad:
+        return None
+    search = _Search(pieces, paths, bad, weight)
+    found = search.found()
+    names = tuple(dict.fromkeys(name for path in bad for name in path.names))
+    ranks = tuple(sorted({path.rank for path in bad}))
+    where = ranked(ranks, pieces.view.world_size)
+    every = pieces.view.parameters.names
+    alike = [
+        one
+        for path in bad
+        if path is search.path or went_alike(path, search.path)
+        for one in path.names
+    ]
+    concerned = f"This concerns {of_all(names, every)} on {where}."
+    sentence = found.sentence
+    if len(alike) < len(names):
+        others = len(set(alike)) - 1
+        which = f"{alike[0]} and {others} more" if others else alike[0]
+        sentence = f"For {which}: {sentence}"
+        concerned = f"{len(names)} of {len(every)} gradients are wrong, on {where}."
+    return replace(
+        found,
+        sentence=f"{sentence} {concerned} {_premise(pieces, weight)}",
+        parameters=names,
+        ranks=found.ranks or ranks,
+    )
+
+
+def _is_right(mix: Mix | None, weight: float | None) -> bool:
+    uniform = None if mix is None or mix.of else mix.uniform
+    if not uniform:
+        return False
+    return weight is None or abs(uniform - weight) <= SAME_WEIGHT * abs(weight)
+
+
+def _premise(pieces: Pieces, weight: float | None) -> str:
+    """What the big batch is of the ranks' own gradients."""
+    if weight is None:
+        return OTHER
+    world_size = pieces.view.world_size
+    if world_size == 1:
+        return "What backward computed is right, and what the rank holds in the end is not this."
+    what = f"{text_of(weight, '.4g')} times the sum"
+    for value, name in ((1.0, "sum"), (1 / world_size, "mean")):
+        if abs(weight - value) <= SAME_WEIGHT * value:
+            what = f"the {name}"
+    return f"The big batch is {what} of what the ranks computed before any reduction."
+
+
+@dataclass
+class _Search:
+    """``path``: the wrong gradients of which something is said."""
+
+    pieces: Pieces
+    paths: Sequence[Path]
+    bad: Sequence[Path]
+    weight: float | None
+
+    def __post_init__(self) -> None:
+        self.view = self.pieces.view
+        self.path = next(filter(self._is_known, self.bad), self.bad[0])
+
+    def found(self) -> Whereabouts:
+        return (
+            self._tensors_beside()
+            or self._changed_after_it_was_right()
+            or self._no_mixture()
+            or self._other_mixture()
+        )
+
+    def _is_known(self, path: Path) -> bool:
+        """False if too few elements are known to say of what these gradients are a mixture."""
+        elements = self.view.parameters.total_of(path.names)
+        of_any = path.held is not None or any(one.mix is not None for one in path.states)
+        return of_any or elements >= len(self.pieces.all) + SPARE
+
+    def _tensors_beside(self) -> Whereabouts | None:
+        """The step returned other tensors than ``.grad`` holds."""
+        if self.path.as_left:
+            return None
+        reductions = self.view.observed.calls.reductions[-2:]
+        return Whereabouts(
+            "reduction",
+            "the step left tensors beside .grad",
+            f"The step returned {mix_text(self.path.held, self.pieces)}, and this is not what "
+            ".grad held when the step ended in the second run.",
+            distinct(
+                [
+                    *(one.pointed(done_text(one.first, self.pieces), True) for one in reductions),
+                    *(pointed(one, "the last change of .grad") for one in self.path.states[-1:]),
+                ]
+            ),
+        )
+
+    def _changed_after_it_was_right(self) -> Whereabouts | None:
+        states = self.path.states
+        met = [n for n, one in enumerate(states) if _is_right(one.mix, self.weight)]
+        if not met or met[-1] + 1 >= len(states) or self.view.world_size == 1:
+            return None
+        right, wrong = states[met[-1]], states[met[-1] + 1]
+        what, text = done_text(wrong.call, self.pieces), mix_text(wrong.mix, self.pieces)
+        return Whereabouts(
+            "reduction",
+            CHANGED_AFTERWARDS,
+            f"The gradients were {mix_text(right.mix, self.pieces)}. Then {what}, and they were "
+            f"{text}.",
+            distinct(
+                [
+                    pointed(right, "they are right after this line"),
+                    *hooks(self.pieces, self.path, wrong),
+                    pointed(wrong, f"{what}; now {text}", is_fault=True),
+                    *self._gone_through(wrong.call),
+                ]
+            ),
+            fix="leave the reduced gradients as they are, or change those of the big batch too.",
+        )
+
+    def _gone_through(self, call: Call) -> list[PointedLine]:
+        """The line that made what the loop around a line goes through."""
+        run, way = run_lines(self.view, self.path.rank), way_to(self.view, call)
+        link = chosen(gone_through(run, way))
+        if link is None or link.line == line_of(call):
+            return []
+        return [PointedLine(link.line, f"gives {link.name}, which the loop goes through")]
+
+    def _no_mixture(self) -> Whereabouts | None:
+        """The first line after which gradients are no mixture, or one of another parameter's; one
+        before any reduction comes first, since what the others reduce has been spoilt there.
+        """
+        found: list[tuple[bool, int, Path]] = []
+        for path in self.bad:
+            if path.held is not None and not path.held.of:
+                continue  # what was no mixture for a while became one again
+            is_known = self.view.parameters.total_of(path.names) >= len(self.pieces.all) + SPARE
+            for number, state in enumerate(path.states):
+                if state.mix.of if state.mix is not None else is_known:
+                    found.append((_sums(state.call), number, path))
+                    break
+        if not found:
+            return None
+        _, number, self.path = min(found, key=lambda one: one[:2])
+        path, state = self.path, self.path.states[number]
+        before = path.states[number - 1] if number else None
+        what, text = done_text(state.call, self.pieces), mix_text(state.mix, self.pieces)
+        ranks = tuple(
+            sorted({one.rank for one in self.bad if _first_other(one, state.call)})
+            if state.call.collective is None
+            else ()
+        )
+        was = mix_text(before.mix, self.pieces) if before is not None else ""
+        where = f", on {ranked(ranks, self.view.world_size)}," if ranks else ""
+        return Whereabouts(
+            "reduction",
+            self._headline_of(state),
+            f"First the gradients were {was}. Then{where} {what}, and they were {text}."
+            if before is not None
+            else f"After backward the gradients were {text}.",
+            distinct(
+                [
+                    *lines_only_on(self.view.observed.by_rank, ranks),
+                    pointed(before, f"they are {was}") if before is not None else None,
+                    *hooks(self.pieces, path, state),
+                    pointed(state, f"{what}; now {text}", is_fault=True),
+                ]
+            ),
+            ranks=ranks,
+        )
+
+    def _headline_of(self, state: AfterCall) -> str:
+        collective = state.call.collective
+        if state.mix is not None:
+            return "a parameter gets the gradient of another one"
+        if collective is None:
+            return "a line makes other numbers of the gradients"
+        if collective.reduce_op:
+            return f"gradients are reduced with {collective.reduce_op}"
+        return f"{collective.op} leaves other gradients"
+
+    def _other_mixture(self) -> Whereabouts:
+        """Which ranks or backward passes count as they should not."""
+        mix = self.path.held
+        if mix is None or mix.of:
+            return self._of("the gradients are no mixture", "", [])
+        weights: dict[int, dict[int, float]] = {}
+        for piece, weight in zip(self.pieces.all, mix.weights.tolist(), strict=True):
+            weights.setdefault(piece.rank, {})[piece.number] = weight
+        most = float(mix.weights.abs().max())
+        least = min(ROUNDING * self.pieces.tolerance, SAME_WEIGHT) * most
+        ranks = range(self.view.world_size)
+        counted = [rank for rank in ranks if _counts(weights.get(rank, {}), least)]
+        if most <= NOTHING:
+            return self._of("gradients are zero in the end", "", self._all_changes())
+        if len(counted) < len(ranks):
+            return self._ranks_missing([rank for rank in ranks if rank not in counted])
+        by_pass = [one.values() for one in weights.values()]
+        if any(max(one) - min(one) > SAME_WEIGHT * most for one in by_pass):
+            return self._passes_count_unequally(weights, least)
+        each = {rank: sum(one.values()) for rank, one in weights.items()}
+        if max(each.values()) - min(each.values()) > SAME_WEIGHT * most:
+            return self._ranks_count_unequally(each)
+        return self._another_factor(float(mix.weights.mean()))
+
+    def _of(
+        self,
+        headline: str,
+        sentence: str,
+        lines: Sequence[PointedLine | None],
+        fix: str = "",
+        ranks: tuple[int, ...] = (),
+    ) -> Whereabouts:
+        """The lines, and where they name no fault, the last ones that changed these gradients."""
+        text = mix_text(self.path.held, self.pieces)
+        known = [one for one in lines if one is not None]
+        is_vague = not any(one.is_fault for one in known)
+        last = [
+            pointed(one, f"after it: {mix_text(one.mix, self.pieces)}", is_vague and not number)
+            for number, one in enumerate(self.path.states[: -MOST_SHOWN // 2 : -1])
+        ]
+        return Whereabouts(
+            "reduction",
+            headline,
+            f"{sentence} In the end the gradients are {text}.".strip(),
+            distinct([*known, *last]),
+            fix=fix,
+            ranks=ranks,
+            shows_later=is_vague,
+        )
+
+    def _good(self) -> Path | None:
+        """Right gradients on the same rank, or on another one."""
+        good = [one for one in self.paths if one not in self.bad]
+        of_rank = [one for one in good if one.rank == self.path.rank]
+        return next(iter([*of_rank, *good]), None)
+
+    def _reductions(self, rank: int) -> list[Call]:
+        """The calls by which a rank reduces these gradients."""
+        return [
+            call
+            for call in self.view.observed.calls.of(rank)
+            if reduces_gradients(call)
+            and call.collective is not None
+            and set(call.collective.names) & set(self.path.names)
+        ]
+
+    def _ranks_missing(self, missing: Sequence[int]) -> Whereabouts:
+        """What the ranks hold was made without what some of them computed."""
+        view, path = self.view, self.path
+        reduced, calls = self._reductions(path.rank), view.observed.calls
+        others = [place for place in calls.reductions if path.rank in place.by_rank]
+        made = {frozenset(one.collective.ranks) for one in reduced if one.collective is not None}
+        small = [one for one in made if len(one) < view.world_size]
+        groups = calls.places(Kind.NEW_GROUP, where=lambda one: frozenset(one.ranks) in small)
+        states = {id(one.call) for one in path.states}
+        copies = [
+            one
+            for one in reduced
+            if one.collective is not None
+            and one.collective.contents is Contents.COPIES_OF_GRADIENTS
+            and not one.in_backward
+        ]
+        order = calls.of(path.rank)
+        written = (
+            path.states and copies and order.index(path.states[-1].call) > order.index(copies[-1])
+        )
+        lines: list[PointedLine | None] = [
+            *lines_only_on(view.observed.by_rank, missing),
+            *self._where_they_part(),
+            *(one.pointed("makes this group") for one in groups[:1]),
+        ]
+        who = ranked(missing, view.world_size)
+        exchanged = [] if reduced else calls.places(Kind.POINT_TO_POINT)[-1:]
+        if not reduced and others:
+            lines += [
+                *lines_that_left_out(view, others[-1]),
+                others[-1].pointed(f"reduces others, not {named(path.names)}", is_fault=True),
+            ]
+        elif not reduced:
+            lines += [
+                at(innermost_loop(way_to(view, one.first)), "exchanges tensors", True)
+                for one in exchanged
+            ]
+            lines += [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
+        elif copies and not written:
+            back = "copy the result back to .grad"
+            lines.append(at(line_of(copies[-1]), "reduces a copy of them", True, back))
+        lines += [
+            at(line_of(one), done_text(one, self.pieces), id(one) in states) for one in reduced[-1:]
+        ]
+        never = "" if reduced else "No collective that Python issued contained them."
+        return self._of(
+            "gradients of some ranks are missing",
+            f"{never} What {who} computed is not in these gradients.".strip(),
+            lines,
+            ""
+            if reduced or exchanged
+            else "reduce them over all ranks, after the last backward pass.",
+        )
+
+    def _passes_count_unequally(
+        self, weights: dict[int, dict[int, float]], least: float
+    ) -> Whereabouts:
+        """Some backward passes stay on their rank, are lost, or count in another weight."""
+        path = self.path
+        own = weights[path.rank]
+        shared = {
+            number
+            for rank, one in weights.items()
+            for number, weight in one.items()
+            if rank != path.rank and abs(weight) > least
+        }
+        local = {number for number, weight in own.items() if abs(weight) > least} - shared
+        lost = set(own) - shared - local
+        cleared = [
+            one
+            for one in path.states[:-1]
+            if lost and one.mix is not None and not bool(one.mix.weights.any())
+        ]
+        passes = [n for n, one in enumerate(path.states) if one.call.kind is Kind.BACKWARD]
+        between = path.states[passes[0] + 1 : passes[-1]] if len(passes) > 1 else ()
+        changes = [one for one in between if one.call.kind is not Kind.BACKWARD and not cleared]
+        mixed = [one for one in path.states if local and self._is_shared(one)]
+        lines = [
+            *(pointed(one, "clears them between two passes", True) for one in cleared[:1]),
+            *(lines_of_no_sync(self.view) if local or lost else ()),
+            *(pointed(one, done_text(one.call, self.pieces), True) for one in changes),
+            *(pointed(one, "reduces them before the last pass", True) for one in mixed[:1]),
+        ]
+        parts = [
+            f"number {_numbers(numbers)} {what}"
+            for numbers, what in (
+                (local, "stayed on the rank itself"),
+                (lost, "left nothing"),
+                (shared if not local and not lost else set(), "count unequally"),
+            )
+            if numbers
+        ]
+        fix = "change gradients once, after the last backward pass."
+        if local:
+            fix = "reduce once, in or after the last backward pass."
+        elif lost:
+            fix = "clear the gradients once, before the first backward pass."
+        return self._of(
+            "not every backward pass is reduced"
+            if local or lost
+            else "the backward passes do not count equally",
+            f"Of {len(own)} backward passes of a rank, {', '.join(parts)}.",
+            lines,
+            fix,
+        )
+
+    def _is_shared(self, state: AfterCall) -> bool:
+        """True if what other ranks computed is in the gradients by now."""
+        if state.mix is None:
+            return False
+        others = torch.tensor([piece.rank != self.path.rank for piece in self.pieces.all])
+        most = float(state.mix.weights.abs().max())
+        return bool((state.mix.weights[others].abs() > SAME_WEIGHT * most).any())
+
+    def _ranks_count_unequally(self, each: Mapping[int, float]) -> Whereabouts:
+        """The ranks' own gradients have different weights. ``each``: by rank."""
+        odd = odd_ranks(each)
+        lines = [*lines_only_on(self.view.observed.by_rank, odd), *self._all_changes()]
+        return self._of("the ranks do not count equally", "", lines, ranks=odd)
+
+    def _another_factor(self, weight: float) -> Whereabouts:
+        """All ranks count equally, with a wrong weight."""
+        good, right = self._good(), self.weight
+        if right is None and good is not None and good.held is not None:
+            right = good.held.uniform
+        lines = self._where_they_part() if good is not None else []
+        times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
+        return self._of(
+            "all ranks count equally, with a wrong factor",
+            f"All ranks count equally, with{times}" if times else "All ranks count equally.",
+            lines or [*self._hook_divisors(), *self._all_changes()],
+        )
+
+    def _all_changes(self) -> list[PointedLine | None]:
+        """The lines that changed these gradients, or else those that reduced them."""
+        changes = [one for one in self.path.states if one.call.change is not None]
+        reduced = [one for one in self.path.states if self._is_shared(one)]
+        return [
+            pointed(one, done_text(one.call, self.pieces), is_fault=True)
+            for one in (changes or reduced)[-2:]
+        ]
+
+    def _hook_divisors(self) -> list[PointedLine]:
+        """The last communication hook, with what it multiplies or divides by."""
+        return [
+            line
+            for place in self.view.observed.calls.places(Kind.HOOK)[-1:]
+            for line in (
+                *lines_of_hook_divisors(self.view, place),
+                PointedLine(place.first.made_at or place.line, "this hook ran in backward"),
+            )
+        ]
+
+    def _where_they_part(self) -> list[PointedLine | None]:
+        """The first line at which wrong gradients part from right ones: of the same rank, or else
+        of another one.
+        """
+        path, good = self.path, self._good()
+        if good is None:
+            return []
+        whose = "other gradients" if path.rank == good.rank else f"on rank {good.rank}"
+        for here, there in zip(path.states, good.states, strict=False):
+            if line_of(here.call) != line_of(there.call):
+                break
+            if path.rank == good.rank and not _similar(here.mix, there.mix):
+                now, then = mix_text(here.mix, self.pieces), mix_text(there.mix, self.pieces)
+                note = f"{done_text(here.call, self.pieces)}; {whose}: {then}; these: {now}"
+                return [*hooks(self.pieces, path, here), pointed(here, note, is_fault=True)]
+        mine = {line for line, _ in path.lines}
+        theirs = {line for line, _ in good.lines}
+        return [
+            *(
+                pointed(one, f"changes them {whose}, and not on rank {path.rank}", True)
+                if path.rank != good.rank
+                else pointed(one, "changes other gradients, and not these", True)
+                for one in good.states
+                if line_of(one.call) not in mine
+            ),
+            *(
+                pointed(one, f"{done_text(one.call, self.pieces)}; not so {whose}", True)
+                for one in path.states
+                if line_of(one.call) not in theirs
+            ),
+        ]
+
+
+def _sums(call: Call) -> bool:
+    return call.collective is not None and call.collective.reduce_op in ("SUM", "AVG")
+
+
+def _first_other(path: Path, call: Call) -> bool:
+    """True if the first state of a path that is no mixture was left by the same line."""
+    for one in path.states:
+        if one.mix is None or one.mix.of:
+            return one.call.kind is Kind.CHANGE and one.call.line == call.line
+    return False
+
+
+def _counts(weights: dict[int, float], least: float) -> bool:
+    return any(abs(one) > least for one in weights.values())
+
+
+def _numbers(numbers: set[int]) -> str:
+    return ", ".join(str(one + 1) for one in sorted(numbers))
+
+
+def _similar(one: Mix | None, other: Mix | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
+    return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
+
+
+# Only some parameters differ: those that a wrapper reduces in a group of only some ranks.
+
+
+def fault_of_small_groups(view: View) -> Whereabouts | None:
+    """Which call gave the parameters that differ, and only these, a group without all ranks."""
+    wrong = view.measured.differing
+    in_small = names_in_small_groups(view)
+    if not wrong or wrong != in_small or len(wrong) == len(view.parameters.names):
+        return None  # what is right in such a group was reduced between the groups as well
+    names = tuple(name for name in view.parameters.names if name in wrong)
+    places = [place for place in in_small_groups(view) if wrong & set(place.names)]
+    where = groups_text(tuple(sorted({one for place in places for one in groups_of(place)})))
+    what = " and ".join(dict.fromkeys(place.first.what for place in places))
+    return Whereabouts(
+        "reduction",
+        "some parameters are reduced in smaller groups",
+        f"{what} was given {named(names)} with {where}, not with all {view.world_size} ranks. All "
+        "other parameters are right.",
+        distinct(lines_of_small_groups(view, names)),
+        names,
+        tuple(range(view.world_size)),
+        fix=f"give {named(names)} the mesh or group of all {view.world_size} ranks.",
+    )

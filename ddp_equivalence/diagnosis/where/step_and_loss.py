@@ -1,0 +1,322 @@
+"""Finds the lines of a step that compute what the loss of the case does not compute.
+
+A step that leaves wrong gradients on one rank with the whole batch as well has another loss than
+the case. The first values that only the step has, made of values that both have, show where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import torch
+
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_tree import tensors_of
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
+from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
+from ddp_equivalence.diagnosis.where.relations import Known, KnownValues
+from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
+from ddp_equivalence.measurement.observation import Indices
+
+MOST_PASSES = 8
+"""The loss of the case is computed of the examples of so many backward passes."""
+
+BYTES = 8
+"""Of one element of a value."""
+
+VIEWS = frozenset({"t", "transpose", "permute", "view", "detach", "alias", "_unsafe_view"})
+"""Operations that write nothing, although later ones read the memory through them."""
+
+NUMBERS = frozenset({"lift_fresh", "full", "scalar_tensor", "arange", "zeros", "ones"})
+"""Operations that make tensors of numbers of Python."""
+
+MOST_FOUND = 4
+"""If more lines compute something else, the step says the loss in another way."""
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """``operation``: its inputs are among the values of the loss of the case, and its result is
+    not. ``value``: the result. ``in_loss``: the result that the same operation of the loss of the
+    case has instead; None if there is no such operation. ``made_at``: the other lines that made
+    what it was given.
+    """
+
+    operation: Operation
+    value: Value
+    in_loss: Value | None
+    made_at: tuple[CodeLine, ...]
+
+
+@dataclass(frozen=True)
+class StepAndLoss:
+    """A step that is wrong on one rank, beside the loss of the case. ``unlike``: where its forward
+    passes leave this loss. ``cuts``: where gradients end that go on in the loss. ``changed``: the
+    first operations in or after backward passes that make other gradients, of what the loss has.
+    """
+
+    unlike: tuple[Unlike, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    changed: tuple[Unlike, ...] = ()
+
+
+def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> StepAndLoss:
+    """Where a step leaves the loss of the case, in the order in which it does.
+
+    ``step``: what one rank ran with the whole batch. ``parts``: the examples of its backward
+    passes, if it has several and they are known. Nothing is said if too many lines do.
+    """
+    setting = view.setting
+    whole = tuple(range(setting.example_count))
+    parts = parts if len(parts) <= MOST_PASSES and _has_read(view, step, parts) else ()
+    recorded = operations_of_the_loss(setting, [whole, *parts], view.time)
+    if recorded is None:
+        return StepAndLoss()
+    passes = _passes(step)
+    counts = {*map(len, (whole, *parts)), passes, view.world_size}
+    multiples = {float(one) for one in counts} | _counts(recorded)
+    multiples |= {1 / one for one in multiples}
+    eps = torch.finfo(setting.dtype).eps
+    scalars_count = passes <= 1 or bool(parts)
+
+    def search(backward: bool) -> tuple[Unlike, ...]:
+        values = chain.from_iterable(_values(one, backward) for one in recorded)
+        known = KnownValues(values, multiples, eps)
+        kind = _InGradients if backward else _Search
+        found: dict[CodeLine, Unlike] = {}
+        for one in kind(step, recorded, known, scalars_count=scalars_count).found():
+            if one.operation.line is not None:
+                found.setdefault(one.operation.line, one)
+        return tuple(found.values()) if len(found) <= MOST_FOUND else ()
+
+    cuts = not_meant(cuts_of(step), recorded, eps)
+    unlike = search(backward=False)
+    # The line that calls backward stands for all that autograd does, and tells nothing.
+    calls = {one.line for one in view.observed.calls.backwards}
+    changed = () if unlike or cuts else search(backward=True)
+    return StepAndLoss(unlike, cuts, tuple(c for c in changed if c.operation.line not in calls)[:1])
+
+
+def _values(run: Operations, backward: bool) -> Iterator[Value]:
+    """The values of a run: of its forward passes, or of all."""
+    if backward:
+        yield from run.values
+        return
+    numbers = {
+        one: None
+        for operation in run.operations
+        if not operation.in_backward
+        for one in (*operation.given, *operation.returned)
+        if one is not None
+    }
+    yield from (run.values[one] for one in numbers)
+
+
+def _has_read(view: View, step: Operations, parts: Sequence[Indices]) -> bool:
+    """True if the step has taken each of these parts out of the batch."""
+    held = {(value.shape, value.elements) for value in step.values}
+    for part in parts:
+        batch = take(view.setting.batch, part, view.setting.case.batch_dims)
+        taken = [Value.of(tensor) for tensor in tensors_of(batch) if tensor.numel() > 1]
+        if not any((one.shape, one.elements) in held for one in taken):
+            return False
+    return True
+
+
+def _counts(recorded: Sequence[Operations]) -> set[float]:
+    """The numbers that the loss of the case may divide a sum by: the whole numbers that it counts,
+    and how many rows or elements it makes a single number of.
+    """
+    found: set[float] = set()
+    for one in recorded:
+        for operation in one.operations:
+            returned = [one.values[number] for number in operation.returned if number is not None]
+            singles = [value for value in returned if len(value.elements) == BYTES]
+            found.update(float(value.tensor) for value in singles)
+            shapes = [one.values[number].shape for number in operation.given if number is not None]
+            for shape in filter(None, shapes if singles else ()):
+                found |= {float(shape[0]), float(math.prod(shape))}
+    return {one for one in found if one > 1 and one.is_integer()}
+
+
+def _is_new(operation: Operation) -> bool:
+    """True if an operation makes a tensor of nothing but a shape or numbers of Python."""
+    return operation.name in NUMBERS or operation.name.endswith("_like")
+
+
+def _passes(step: Operations) -> int:
+    """How many backward passes the step ran: blocks of operations inside one."""
+    inside = [one.in_backward for one in step.operations]
+    return sum(here and not before for before, here in zip([False, *inside], inside, strict=False))
+
+
+class _Search:
+    def __init__(
+        self,
+        step: Operations,
+        recorded: Sequence[Operations],
+        known: KnownValues,
+        *,
+        scalars_count: bool,
+    ) -> None:
+        self._step = step
+        self._operations = step.operations
+        self._recorded = recorded
+        self._known = known
+        self._scalars_count = scalars_count
+        self._cache: dict[int, Known] = {}
+        self._readers: dict[int, list[int]] = {}
+        for number, operation in enumerate(self._operations):
+            for writer in operation.after:
+                self._readers.setdefault(writer, []).append(number)
+
+    def found(self) -> Iterator[Unlike]:
+        """The operations with which the step leaves the loss of the case."""
+        for number in sorted(self._lasting):
+            operation = self._operations[number]
+            if _is_new(operation):
+                continue
+            new = [
+                (given, writer)
+                for given, writer in zip(operation.given, operation.writers, strict=True)
+                if given is not None and self._of_value(given) == "no"
+                if writer is not None and not self._is_new(writer)
+            ]
+            if not new:
+                yield from self._unlike(number, operation.returned)
+            for given, writer in new:
+                if self._result(writer) != "no":  # it has written to a part of this
+                    yield from self._unlike(writer, (given,))
+
+    @cached_property
+    def _forward(self) -> set[int]:
+        """The operations before the last backward pass that are made of no gradient."""
+        last = max((n for n, one in enumerate(self._operations) if one.in_backward), default=0)
+        found: set[int] = set()
+        views: set[int] = set()  # inside backward passes, of weights that a later pass reads
+        for number, operation in enumerate(self._operations[:last]):
+            after = () if _is_new(operation) else operation.after
+            if any(one not in found and one not in views for one in after):
+                continue
+            if not operation.in_backward:
+                found.add(number)
+            elif operation.name in VIEWS:
+                views.add(number)
+        return found
+
+    @cached_property
+    def _lasting(self) -> set[int]:
+        """The operations with unknown results that lead to what is differentiated, and of which
+        nothing that is known is made on the way there.
+        """
+        found: set[int] = set()
+        open_ones: set[int] = set()
+        for number in sorted(self._forward, reverse=True):
+            readers = self._readers.get(number, ())
+            after = [one for one in readers if one in self._forward and not self._is_new(one)]
+            result = self._result(number)
+            ends = not after and (
+                self._operations[number].differentiable
+                or any(self._operations[one].in_backward for one in readers)
+            )
+            if any(one in open_ones for one in after) or (ends and result != "yes"):
+                if result != "yes":
+                    open_ones.add(number)
+                if result == "no":
+                    found.add(number)
+        return found
+
+    def _is_new(self, number: int) -> bool:
+        return _is_new(self._operations[number])
+
+    def _result(self, number: int) -> Known:
+        each = [self._of_value(one) for one in self._operations[number].returned if one is not None]
+        if "no" in each:
+            return "no"
+        return "yes" if each and all(one == "yes" for one in each) else "unknown"
+
+    def _of_value(self, number: int) -> Known:
+        if number not in self._cache:
+            value = self._step.values[number]
+            known = self._known.has(value)
+            is_scalar = len(value.elements) == BYTES
+            if known == "no" and is_scalar and not self._scalars_count:
+                known = "unknown"
+            self._cache[number] = known
+        return self._cache[number]
+
+    def _unlike(self, number: int, made: Sequence[int | None]) -> Iterator[Unlike]:
+        """The first of the values that an operation has made, if the loss of the case has not."""
+        operation = self._operations[number]
+        for one in made:
+            if one is not None and self._of_value(one) == "no":
+                value = self._step.values[one]
+                lines = tuple(dict.fromkeys(self._made_at(number, operation.line)))
+                yield Unlike(operation, value, self._in_loss(operation, value), lines)
+                return
+
+    def _in_loss(self, operation: Operation, value: Value) -> Value | None:
+        """The result of the only operation of the loss with this name and shape that the step has
+        not got.
+        """
+        own = set(self._step.values)
+        found = {
+            recorded.values[number]
+            for recorded in self._recorded
+            for one in recorded.operations
+            if one.name == operation.name and one.in_backward == operation.in_backward
+            for number in one.returned
+            if number is not None and recorded.values[number].shape == value.shape
+        } - own
+        return found.pop() if len(found) == 1 else None
+
+    def _made_at(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
+        """The lines that made what an operation was given, other than its own."""
+        open_ones, seen = list(self._operations[number].writers), set[int]()
+        while open_ones:
+            writer = open_ones.pop(0)
+            if writer is None or writer in seen:
+                continue
+            seen.add(writer)
+            operation = self._operations[writer]
+            if operation.line in (line, None) or operation.in_backward:
+                open_ones.extend(operation.writers)
+            else:
+                yield operation.line
+
+
+class _InGradients(_Search):
+    """Looks through backward passes, and what comes after them."""
+
+    def found(self) -> Iterator[Unlike]:
+        """The first operations that make other gradients of what the loss of the case has as well.
+
+        What leads to no gradient that the step leaves does not count.
+        """
+        behind = self._behind(self._step.results.values())
+        began = next((n for n, one in enumerate(self._operations) if one.in_backward), None)
+        for number, operation in enumerate(self._operations):
+            if began is None or number < began or number not in behind or _is_new(operation):
+                continue
+            given = [
+                self._of_value(value)
+                for value, writer in zip(operation.given, operation.writers, strict=True)
+                if value is not None and not (writer is not None and self._is_new(writer))
+            ]
+            if "no" not in given and self._result(number) == "no":
+                yield from self._unlike(number, operation.returned)
+
+    def _behind(self, results: Iterable[int]) -> set[int]:
+        """All operations on which these depend."""
+        open_ones, seen = list(results), set[int]()
+        while open_ones:
+            number = open_ones.pop()
+            if number not in seen:
+                seen.add(number)
+                open_ones.extend(self._operations[number].after)
+        return seen
