@@ -177,14 +177,14 @@ def _gloo(*_: Any) -> str:
 def _scale_on_the_cpu() -> None:
     """Autocast and loss scaling for CUDA are those for the CPU."""
 
-    def autocast(enter: Any, region: Any, device: str, *arguments: Any, **named: Any) -> None:
-        if device != "cuda":
-            enter(region, device, *arguments, **named)
-            return
-        if named.get("dtype", arguments[0] if arguments else None) in (torch.float16, None):
-            named["dtype"] = torch.bfloat16  # the CPU has kernels for it
-            arguments = arguments[1:]
-        enter(region, "cpu", *arguments, **named)
+    def autocast(
+        enter: Any, region: Any, device_type: str, dtype: Any = None, *rest: Any, **named: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type = "cpu"
+            if dtype in (torch.float16, None):
+                dtype = torch.bfloat16  # the CPU has kernels for it
+        enter(region, device_type, dtype, *rest, **named)
 
     def scaler(make: Any, scaler: Any, device: str = "cpu", *arguments: Any, **named: Any) -> None:
         make(scaler, "cpu", *arguments, **named)

@@ -74,7 +74,7 @@ def train(options):
         if "noise" in options:  # some words are replaced by others, chosen on the GPU
             changed = torch.rand(words.shape, device=device) < 0.1
             words = torch.where(changed, torch.randint_like(words, WORDS), words)
-        with torch.autocast("cuda", torch.float16, enabled="half" in options):
+        with torch.autocast(device_type="cuda", dtype=torch.float16, enabled="half" in options):
             logits = model(words[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
         if "times" in options:
