@@ -410,6 +410,7 @@ class RankGenerators(TorchDispatchMode):
         self.counts = True
         self._sources: list[Source] = []
         self._states: States = []
+        self._made: dict[int, None] = {}  # so many rows the script made on each rank by itself
         self._on = False
         self._row_order: RowOrder = "by row"
 
@@ -460,7 +461,7 @@ class RankGenerators(TorchDispatchMode):
 
     def forget(self) -> None:
         """Draw as usual from now on, where a step begins."""
-        self._sources, self._states = [], []
+        self._sources, self._states, self._made = [], [], {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -472,7 +473,13 @@ class RankGenerators(TorchDispatchMode):
             return func(*args, **named)
         if not drops_something(func, args, named):
             return func(*args, **named)
-        drawn = self._drawn(func, args, named)
+        drawn, read = self._drawn(func, args, named), self._sources
+        for count in () if drawn is not None else self._made:
+            self._sources = [replace(source, count=count, rows=None) for source in read]
+            drawn = self._drawn(func, args, named)
+            self._sources = read
+            if drawn is not None:
+                break
         return self._drawn_by_each(func, args, named) if drawn is None else drawn
 
     def _drawn_by_each(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -499,14 +506,20 @@ class RankGenerators(TorchDispatchMode):
         return results[0]
 
     def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
-        """Those of all ranks, if the script makes as many rows on each rank as it reads there,
-        whatever its loader gives. None if these are no rows.
+        """Those of all ranks, if the script makes as many rows on each rank as it reads there, or a
+        part of them, or a multiple, whatever its loader gives. None if these are no rows.
         """
-        counts = {one.count for one in self._sources}
-        if len(self._sources) < 2 or made[0].ndim == 0 or counts != {len(made[0])}:
+        count, length = self._sources[0].count, len(made[0]) if made[0].ndim else 0
+        if len(self._sources) < 2 or {one.count for one in self._sources} != {count}:
             return None
-        pairs = zip(made, self._sources, strict=True)
-        return torch.cat([one if of.rows is None else one[list(of.rows)] for one, of in pairs])
+        if length == count:
+            pairs = zip(made, self._sources, strict=True)
+            return torch.cat([one if of.rows is None else one[list(of.rows)] for one, of in pairs])
+        are_all = all(one.taken == count for one in self._sources)
+        if length < 2 or (length % count and count % length) or not are_all:
+            return None
+        self._made[length] = None
+        return torch.cat([*made])
 
     def _note_missed(self, func: Any) -> None:
         if self.counts:
