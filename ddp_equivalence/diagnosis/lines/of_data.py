@@ -210,7 +210,9 @@ def lines_that_share(view: View, ranks: Sequence[int] = ()) -> list[PointedLine]
     sharing = _clearest(choosing)
     if unread == list(range(count - len(unread), count)) and not read_more_than_once(view):
         sharing = [*others[:1], *sharing]
-    return [*listed, *map(_pointed, sharing or others)][:MOST_SHARING]
+    if not (listed or sharing):
+        sharing = others
+    return [*listed, *map(_pointed, sharing)][:MOST_SHARING]
 
 
 def _place_in_file(line: CodeLine) -> tuple[str, int]:
