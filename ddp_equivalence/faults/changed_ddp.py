@@ -3,7 +3,7 @@
 # DDP compares the annotations of a hook with classes. So this file must not import annotations from
 # __future__, which turns them into strings.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -83,3 +83,12 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 def all_reduce_mean(values: Tensor) -> Tensor:
     """The mean over all ranks, in place, as DDP computes it."""
     return all_reduce_sum(values).div_(dist.get_world_size())
+
+
+def multiply_by_random_numbers(tensors: Iterable[Tensor]) -> None:
+    """Multiply every element by a number from 0.5 to 1.5, another one on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for one in tensors:
+            noise = torch.rand(one.shape, generator=generator, dtype=torch.float64)
+            one.mul_((0.5 + noise).to(one))

@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.build import build_batches
-from ddp_equivalence.faults.changed_ddp import after_ddp_init
+from ddp_equivalence.faults.changed_ddp import after_ddp_init, multiply_by_random_numbers
 from ddp_equivalence.faults.fault import Fault, RecordFiring
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
@@ -159,11 +159,7 @@ def change_weights(record_firing: RecordFiring) -> Any:
     def change(ddp: Any) -> None:
         if dist.get_rank() == 0:
             return
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        with torch.no_grad():
-            for parameter in ddp.module.parameters():
-                noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.mul_((0.5 + noise).to(parameter))
+        multiply_by_random_numbers(ddp.module.parameters())
         record_firing()
 
     return after_ddp_init(change)

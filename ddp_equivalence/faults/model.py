@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence.faults.changed_ddp import after_ddp_init, around_ddp_forward
+from ddp_equivalence.faults.changed_ddp import (
+    after_ddp_init,
+    around_ddp_forward,
+    multiply_by_random_numbers,
+)
 from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 # Batch norm uses the statistics of the rank's shard. Nothing has to be broken for that.
@@ -54,11 +58,7 @@ def change_buffers(record_firing: RecordFiring) -> Any:
         ddp.broadcast_buffers = False
         if dist.get_rank() == 0:
             return
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        with torch.no_grad():
-            for buffer in ddp.module.buffers():
-                noise = torch.rand(buffer.shape, generator=generator, dtype=torch.float64)
-                buffer.mul_((0.5 + noise).to(buffer))
+        multiply_by_random_numbers(ddp.module.buffers())
         record_firing()
 
     return after_ddp_init(change)

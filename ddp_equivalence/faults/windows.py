@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,20 +17,28 @@ from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 from ddp_equivalence.strategies.sharded_batch import micro_batches
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
-# DDP reduces after the second-to-last micro-batch, and the last one stays local.
+# Loops over the micro-batches of a window, with one number in them that is wrong.
 
 
-def reduce_one_too_early(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
-    """A loop over micro-batches in which DDP reduces one micro-batch too early."""
-    ddp = task.wrap()
-    dims = task.case.batch_dims
+def loop_over_micro_batches(
+    task: Task,
+    step: TrainStep,
+    record_firing: RecordFiring,
+    *,
+    divisor: Callable[[int], int] = int,
+    early: int = 0,
+) -> TrainStep:
+    """``divisor``: what each loss is divided by, for so many micro-batches. ``early``: so many
+    micro-batches before the last one DDP reduces.
+    """
+    ddp, dims = task.wrap(), task.case.batch_dims
     full_window = len(task.shards[0].indices[task.rank.rank])
 
     def broken(shard: Any) -> None:
         window = micro_batches(tuple(range(count_examples(shard, dims))), full_window)
-        for number, indices in enumerate(window, start=1):
-            with nullcontext() if number == len(window) - 1 else ddp.no_sync():
-                (task.loss(ddp, take(shard, indices, dims)) / len(window)).backward()
+        for number, indices in enumerate(window, start=1 + early):
+            with nullcontext() if number == len(window) else ddp.no_sync():
+                (task.loss(ddp, take(shard, indices, dims)) / divisor(len(window))).backward()
         record_firing()
 
     return broken
@@ -38,35 +47,26 @@ def reduce_one_too_early(task: Task, step: TrainStep, record_firing: RecordFirin
 ACCUMULATION_BOUNDARY_OFF_BY_ONE = Fault(
     name="accumulation_boundary_off_by_one",
     sentence="no_sync is off for the second-to-last micro-batch, and on for all others.",
-    break_step=reduce_one_too_early,
+    break_step=partial(loop_over_micro_batches, early=1),
     strategies=("ddp_accumulation",),
     own_step="",
 )
 
 
-# The losses of micro-batches are not divided by the number of micro-batches.
-
-
-def add_undivided_losses(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
-    """A loop over micro-batches that adds up their losses as they are."""
-    ddp = task.wrap()
-    dims = task.case.batch_dims
-    full_window = len(task.shards[0].indices[task.rank.rank])
-
-    def broken(shard: Any) -> None:
-        window = micro_batches(tuple(range(count_examples(shard, dims))), full_window)
-        for number, indices in enumerate(window, start=1):
-            with nullcontext() if number == len(window) else ddp.no_sync():
-                task.loss(ddp, take(shard, indices, dims)).backward()
-                record_firing()
-
-    return broken
-
-
 ACCUMULATION_NOT_DIVIDED = Fault(
     name="accumulation_not_divided",
     sentence="A loop over micro-batches adds up their mean losses, and does not divide the sum.",
-    break_step=add_undivided_losses,
+    break_step=partial(loop_over_micro_batches, divisor=lambda count: 1),
+    why_it_cannot_show=shows_everywhere,
+    strategies=("ddp_accumulation",),
+    own_step="",
+)
+
+
+LAST_WINDOW_DIVIDED_BY_FULL = Fault(
+    name="last_window_divided_by_full",
+    sentence="A window of micro-batches is divided as if it had one more.",
+    break_step=partial(loop_over_micro_batches, divisor=lambda count: count + 1),
     why_it_cannot_show=shows_everywhere,
     strategies=("ddp_accumulation",),
     own_step="",
@@ -93,37 +93,6 @@ BACKWARD_AFTER_REDUCTION = Fault(
     sentence="After DDP has reduced gradients, half of the loss is differentiated without it.",
     break_step=differentiate_twice,
     strategies=("ddp_mean",),
-    own_step="",
-)
-
-
-# The losses of micro-batches are divided by one more than there are.
-
-
-def divide_as_a_longer_window(
-    task: Task, step: TrainStep, record_firing: RecordFiring
-) -> TrainStep:
-    """A loop over micro-batches that divides their losses as if there were one more."""
-    ddp = task.wrap()
-    dims = task.case.batch_dims
-    full_window = len(task.shards[0].indices[task.rank.rank])
-
-    def broken(shard: Any) -> None:
-        window = micro_batches(tuple(range(count_examples(shard, dims))), full_window)
-        for number, indices in enumerate(window, start=1):
-            with nullcontext() if number == len(window) else ddp.no_sync():
-                (task.loss(ddp, take(shard, indices, dims)) / (len(window) + 1)).backward()
-                record_firing()
-
-    return broken
-
-
-LAST_WINDOW_DIVIDED_BY_FULL = Fault(
-    name="last_window_divided_by_full",
-    sentence="A window of micro-batches is divided as if it had one more.",
-    break_step=divide_as_a_longer_window,
-    why_it_cannot_show=shows_everywhere,
-    strategies=("ddp_accumulation",),
     own_step="",
 )
 

@@ -299,7 +299,7 @@ def _mend_last(view: View) -> str:
     if lines_that_clear(view):
         return f"clear gradients once before the window, not between its {count} backwards."
     if count > 1:
-        return f"add up the gradients of all {count} micro-batches; those of the last one are kept."
+        return f"keep the gradients of all {count} micro-batches, not only those of the last one."
     return "call backward for every micro-batch of the window, not only for the last one."
 
 

@@ -132,7 +132,7 @@ def _from_where(
     """A headline, a sentence and lines on how the piece is wrong."""
     missing = _not_called(pieces, one.piece, names)
     if missing:
-        text = f"The module {missing} is not called, though the loss of its rows calls it. "
+        text = f"The module {missing} is not called, although the loss of the rows depends on it. "
         return f"{missing} is not called", text, []
     if one.is_loss_right is False:
         return one.losses, "", []
@@ -149,9 +149,12 @@ def _from_where(
 
 
 def _not_called(pieces: Pieces, piece: Piece, names: Sequence[str]) -> str:
-    """The module of a parameter without a gradient that the rank has never called; "" if none."""
-    called = {call.name for call in pieces.view.observed.by_rank[piece.rank].trace.module_calls}
-    for name in names if called else ():
+    """The module of a parameter without a gradient that the rank has never called; "" if none, or
+    if not all calls were recorded.
+    """
+    trace = pieces.view.observed.by_rank[piece.rank].trace
+    called = {call.name for call in trace.module_calls}
+    for name in names if called and trace.complete else ():
         module = name.rpartition(".")[0]
         place = pieces.view.parameters.places[name]
         if module not in called and not bool(piece.gradient[place].any()):
@@ -208,29 +211,28 @@ def changes_before(seen: Observation, backward: Call | None) -> list[PointedLine
     """
     if backward is None:
         return []
-    lines = dict[object, PointedLine]()
+    lines, of_weights = dict[object, PointedLine](), dict[object, PointedLine]()
     forwards = {line_of(call) for call in seen.calls if call.kind in (Kind.FORWARD, Kind.WRAP)}
     for call in seen.calls:
         line = line_of(call)
         if (call.step, call.backwards) > (backward.step, backward.backwards) or line is None:
             continue
         if call.kind is Kind.WEIGHTS and call.step == backward.step and not call.in_backward:
-            note = f"changes {named(call.names)} before backward" if call.what else ""
+            if not call.what:  # they are those of the case again
+                of_weights.clear()
+                continue
+            note = f"changes {named(call.names)} before backward"
             met = meeting_lines(call, backward)
             if met is not None and met[0] != line:
-                line, note = met[0], note and f"line {line.number} {note}"
+                line, note = met[0], f"line {line.number} {note}"
+            of_weights[line] = PointedLine(line, note, is_fault=True)
         elif call.kind is Kind.BUFFERS and line not in forwards:
             note = f"changes {named(call.names)} before the forward pass"
+            lines[line] = PointedLine(line, note)
         elif call.kind is Kind.MODULE_STATE:
             note = f"sets {call.what} on {call.names[0] or 'the model'}"
-        else:
-            continue
-        lines.pop(line, None)
-        if note:
-            lines[line] = PointedLine(line, note, is_fault=call.kind is not Kind.MODULE_STATE)
-        else:  # the weights are those of the case again
-            lines = {one: known for one, known in lines.items() if "backward" not in known.note}
-    return list(lines.values())[-MOST_CHANGES:]
+            lines[line] = PointedLine(line, note)
+    return [*lines.values(), *of_weights.values()][-MOST_CHANGES:]
 
 
 # Only the way back is wrong: the losses are those of the rows, and the reduction is a mean.
