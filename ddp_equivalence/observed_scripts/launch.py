@@ -19,6 +19,7 @@ import psutil
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
+from ddp_equivalence.ranks.messages import was_left_waiting
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE
 
 # Starts the user's command, with the watch in all of its Python processes, and ends it again.
@@ -124,15 +125,20 @@ class Running:
 
 
 def last_words(printed: str) -> str:
-    """The last lines of the first traceback that is not the launcher's, else the last of all."""
+    """The last lines of the first traceback that is neither the launcher's nor that of a rank which
+    another one has left waiting; else of the first that is not the launcher's; else the last of
+    all.
+    """
     lines = [RANK_PREFIX.sub("", line).rstrip() for line in printed.splitlines()]
     begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
+    found: dict[bool, str] = {}
     for begin, end in pairwise([*begins, len(lines)]):
         rest = range(begin + 1, end)
         last = next((n for n in rest if lines[n] and not lines[n].startswith(" ")), end - 1)
         if not any(name in lines[last] for name in LAUNCHERS_ERRORS):
-            return "\n".join(lines[max(begin, last - LAST_LINES) : last + 1])
-    return "\n".join(lines[-LAST_LINES:])
+            waited = was_left_waiting(lines[last])
+            found.setdefault(waited, "\n".join(lines[max(begin, last - LAST_LINES) : last + 1]))
+    return found.get(False) or found.get(True) or "\n".join(lines[-LAST_LINES:])
 
 
 def _told_by(settings: Path) -> list[psutil.Process]:

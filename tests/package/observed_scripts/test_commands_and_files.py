@@ -167,6 +167,20 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     assert last_words("no error\nat all") == "no error\nat all"
 
 
+def test_the_error_of_a_rank_that_was_left_waiting_is_shown_only_if_there_is_no_other() -> None:
+    waited = """[rank0]: Traceback (most recent call last):
+[rank0]:   File "t.py", line 9, in <module>
+[rank0]: RuntimeError: [/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:9
+"""
+    failed = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "t.py", line 3, in <module>
+[rank1]: ValueError: no room left
+"""
+    assert last_words(waited + failed).endswith("ValueError: no room left")
+    assert last_words(failed + waited).endswith("ValueError: no room left")
+    assert "closed by peer" in last_words(waited)
+
+
 def test_the_working_folder_is_made_of_links(tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
     (source / "data" / "deep").mkdir(parents=True)
