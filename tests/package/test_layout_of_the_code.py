@@ -22,7 +22,7 @@ BUDGETS = {
     "commands": 6_350,
     "comparison": 1_770,
     "diagnosis": 20_200,
-    "faults": 2_160,
+    "faults": 2_140,
     "gate": 1_960,
     "measurement": 8_120,
     "observed_scripts": 8_790,
