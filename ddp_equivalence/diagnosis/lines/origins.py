@@ -224,7 +224,7 @@ class Origins:
 
     def of_attribute(self, name: str) -> list[Origin]:
         """What an attribute of this name was set to, in any object, or what its property gives."""
-        for looked_up in (self._attribute_in, self._returned, self._given_to_class):
+        for looked_up in (self._attribute_in, self._property, self._given_to_class):
             found = [one for file in self.run.files for one in looked_up(file, name)]
             if found:
                 return found
@@ -312,6 +312,15 @@ class Origins:
                     if isinstance(node, RETURNS) and node.value:
                         yield from self._ran(file, node.value, name)
 
+    def _property(self, file: str, name: str) -> Iterator[Origin]:
+        """What a property of this name gives; a plain function may only be called like a library's,
+        as ``cross_entropy`` that calls ``F.cross_entropy``.
+        """
+        for owner in classes_in(file):
+            for one in owner.body:
+                if isinstance(one, FUNCTIONS) and one.name == name and _is_property(one):
+                    yield from self._returned(file, name, owner)
+
     def chain(self, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
         """What made an expression, the nearest first, as long as only one thing can be meant.
 
@@ -345,6 +354,10 @@ class Origins:
                 yield replace(one, chooses=chooses, depth=at.depth + 1)
                 for test in _guards(one.place):
                     yield Origin(one.place, test, one.name, True, at.depth + 1)
+
+
+def _is_property(function: Function) -> bool:
+    return any(last_name(by).endswith("property") for by in function.decorator_list)
 
 
 def _is_on(place: SourceLine, line: CodeLine) -> bool:
