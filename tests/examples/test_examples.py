@@ -108,11 +108,12 @@ def verdict_on(target: str) -> Verdict:
     return check(found.case, found.step, **found.options)
 
 
-def test_the_command_of_the_page_prints_nothing_but_the_report() -> None:
+def test_the_command_of_the_page_prints_the_report_that_it_shows_and_nothing_else() -> None:
     target = "examples/gpt2_padded.py:step_rank_mean"
     exit_code, printed = run("ddp_equivalence", "check", target)
     report = [line for line in printed.splitlines() if not line.startswith("explaining the ")]
     assert report[0].startswith("different: step_rank_mean ("), printed  # no library's warning
+    assert "\n".join([f"$ ddp-equivalence check {target}", *report, "```"]) in README, printed
     assert exit_code == 1
 
 
