@@ -491,9 +491,6 @@ def _position(finding: Finding) -> tuple[bool, bool, float]:
     return not finding.accepted, not finding.fits, 0.0 if finding.accepted else residual
 
 
-# A finding: one explanation, compared with what was measured.
-
-
 @dataclass(frozen=True)
 class Finding:
     """One explanation and what it leaves unexplained: ||measured - predicted|| / ||measured||.

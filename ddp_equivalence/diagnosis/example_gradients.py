@@ -30,8 +30,6 @@ from ddp_equivalence.ranks.deadlines import threads_for
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 from ddp_equivalence.strategies.sharded_batch import Indices
 
-# The gradient of any examples of the big batch, computed on one device without the others.
-
 
 @dataclass(frozen=True)
 class LossAndGradient:
@@ -177,8 +175,6 @@ class ExampleGradients:
         return LossAndGradient(loss, setting.scale * sample.of(compared), drew)
 
 
-# The loss and gradient of some examples alone; every prediction is made of these.
-
 OTHER_SEED = 7_919
 """Added to a seed, it gives the seed of other random numbers."""
 
@@ -265,8 +261,6 @@ def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             if name in values and values[name].shape == buffer.shape:
                 buffer.copy_(values[name])
 
-
-# The parts of the big batch whose gradients the ranks average.
 
 PartsByRank = tuple[tuple[Indices, ...], ...]
 """For every rank of the layout, the examples of each of its micro-batches."""

@@ -15,8 +15,6 @@ from ddp_equivalence.diagnosis.setting import all_divisors
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.observation import Observation
 
-# The examples that the ranks really read, and the gradients that right code makes of them.
-
 
 def predictions_from_examples_read(
     view: View, detail: str = "", counts_all: bool = False

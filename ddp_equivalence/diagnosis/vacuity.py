@@ -27,8 +27,6 @@ from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.strategies.strategy import Strategy
 
-# Guards against vacuous checks: each returns why a comparison shows nothing, or None.
-
 EXCHANGES = ("reduce", "gather", "all_to_all", "send", "recv", "scatter")
 """Parts of the names of collectives that can carry a gradient to another rank."""
 
@@ -306,9 +304,6 @@ def _nothing_exchanged(evidence: Mapping[int, Evidence], fewest: int) -> bool:
     )
 
 
-# The guard against ranks that were meant to have one GPU each, and shared one.
-
-
 def against_shared_gpus(lane: Lane, evidence: Mapping[int, Evidence]) -> Unknown | None:
     """On NCCL no two ranks may have used one GPU, or training on several GPUs was not shown.
 
@@ -332,9 +327,6 @@ def against_shared_gpus(lane: Lane, evidence: Mapping[int, Evidence]) -> Unknown
     return None
 
 
-# A guard against a pass of nn.DataParallel where it had no devices to be parallel on.
-
-
 def against_idle_data_parallel(evidence: Mapping[int, Evidence]) -> Unknown | None:
     """Without CUDA devices nn.DataParallel calls the module itself, and is right for nothing."""
     if not any(one.idle_data_parallel for one in evidence.values()):
@@ -345,9 +337,6 @@ def against_idle_data_parallel(evidence: Mapping[int, Evidence]) -> Unknown | No
         "the module itself: nothing was parallel, and nothing was shown about nn.DataParallel. "
         'Run it where there are two GPUs, or check its rule with "emulated_data_parallel"',
     )
-
-
-# The fault that the limits of a comparison are least likely to catch.
 
 
 @dataclass(frozen=True)

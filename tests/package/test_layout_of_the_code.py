@@ -21,7 +21,7 @@ BUDGETS = {
     "checking": 680,
     "commands": 6_350,
     "comparison": 1_770,
-    "diagnosis": 20_200,
+    "diagnosis": 20_190,
     "faults": 2_140,
     "gate": 1_960,
     "measurement": 8_120,
