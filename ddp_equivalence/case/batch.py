@@ -65,7 +65,7 @@ def dim_of(path: str, leaf: Any, dims: BatchDims) -> int | None:
 
 
 def said_of(path: str, dims: BatchDims) -> int | None:
-    """What the case says of the leaf at this path, or of the innermost container around it."""
+    """The entry of the case for the leaf at this path, or for the innermost container around it."""
     if isinstance(dims, int):
         return dims
     if not isinstance(dims, Mapping):
@@ -230,7 +230,7 @@ def _length(value: Any) -> int | None:
 
 
 def _what_would_be_right(leaf: Any, dealt_by_function: bool, exact: bool) -> str | None:
-    """What would be right instead of a leaf that cannot be dealt or compared; None if it can."""
+    """Says what would be right where a leaf cannot be dealt or compared; None if it can."""
     if not isinstance(leaf, Tensor):
         if dealt_by_function or not hidden_tensors(leaf):
             return None

@@ -165,7 +165,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _rebuilt(value: Any, node: Node, values: list[Any]) -> Any:
-    """The same container with other children. Attributes that are no children stay as they are."""
+    """The container with other children. Attributes that are no children stay as they are."""
     if _pytree_children(value) is not None:
         spec = pytree.tree_flatten(value, is_leaf=lambda one: one is not value)[1]
         return pytree.tree_unflatten(values, spec)

@@ -200,11 +200,11 @@ INSTEAD_OF_BATCH = (
     "a function (torch.Generator) -> pytree of tensors, because every process makes its own: "
     "batch=lambda generator: ..."
 )
-"""What a batch must be, if it is given as tensors."""
+"""The right form of a batch that is given as tensors."""
 
 
 def instead_of_dtype(value: object) -> str:
-    """What a dtype must be, if it is the name of one of torch's, as in ``"float32"``; else ""."""
+    """The right form of a dtype that is given by its name, as in ``"float32"``; else ""."""
     name = value.removeprefix("torch.") if isinstance(value, str) else ""
     dtype = getattr(torch, name, None)
     is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -212,7 +212,7 @@ def instead_of_dtype(value: object) -> str:
 
 
 def instead_of_model(model: object) -> str:
-    """What a model must be, if it is a module and not a function that builds one; else ""."""
+    """The right form of a model that is a module and not a function that builds one; else ""."""
     if not isinstance(model, nn.Module):
         return ""
     return (
@@ -222,7 +222,7 @@ def instead_of_model(model: object) -> str:
 
 
 def instead_of_loss(loss: object) -> str:
-    """What a loss must be, if it is one of torch's losses, which take other arguments; else ""."""
+    """The right form of a loss that is one of torch's, which take other arguments; else ""."""
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     if not str(getattr(kind, "__module__", "")).startswith("torch.nn."):
         return ""

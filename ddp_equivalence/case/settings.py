@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 RIGHT_TRIAL_SECONDS = "a number of seconds, or 0 for no trials of edits"
-"""What ``trial_seconds`` may be, for errors."""
+"""The right values of ``trial_seconds``, for errors."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Settings:
     full_report: bool = False
     """Reports of differences hold everything that is known, and not one screen of it."""
     full_report_with: str = "verdict.full_report()"
-    """What to write to get that. Short reports print it."""
+    """The option that asks for it. Short reports print it."""
 
 
 _settings: list[Settings] = [Settings()]

@@ -57,7 +57,7 @@ REFERENCE = (
 
 @dataclass(frozen=True)
 class Training:
-    """What the reference does after each backward pass; plain SGD if nothing else is given.
+    """The training of the reference after each backward pass; plain SGD if nothing else is given.
 
     ``lr``: the learning rate of plain SGD. ``optimizer``: what steps instead. ``clip``: what
     happens to the gradients before. ``reference``: does whole steps by itself, with a loss and an
@@ -80,7 +80,7 @@ class Training:
         return self.reference is not None
 
     def steppers(self, model: nn.Module) -> list[Stepping]:
-        """What steps after every backward pass, for this model; nothing with plain SGD.
+        """The optimizers that step after every backward pass of this model; none with plain SGD.
 
         Raises BadCase if the user's function raises or returns something else.
         """
@@ -179,7 +179,7 @@ def _takes_model(make: MakeOptimizer) -> bool:
 # Several training steps in one check: how the batch is divided, and what is compared.
 
 Compare = Literal["gradients", "update"]
-"""What is compared: the gradients of every step, or how far all steps together move the weights."""
+"""Compared are the gradients of every step, or how far all steps together move the weights."""
 
 Steps = int | tuple[int, ...]
 """The number of big batches, all of one size, that the batch is divided into; or the number of
@@ -281,7 +281,7 @@ class StepCount:
 
 @dataclass(frozen=True)
 class AtSteps:
-    """What is taken at each step: the gradients, or else the weights after it.
+    """The values that are taken at each step: the gradients, or else the weights after it.
 
     ``after_clipping``: the gradients are those that the optimizer steps with. Otherwise they are
     those from before one call of torch that clips them all, if nothing changes them after it.
@@ -292,7 +292,7 @@ class AtSteps:
 
 
 class StepRecord(StepCount):
-    """What the parameters held at every step: their gradients before it, or their weights after it.
+    """The values of parameters at every step: their gradients before it, or their weights after it.
 
     Optimizers that step one after the other, without a backward pass in between, make one step.
     ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
@@ -436,7 +436,7 @@ class Clipping:
                 cell.cell_contents = clip
 
     def forget(self) -> None:
-        """What was clipped until now does not count any more: an optimizer has used it."""
+        """The calls that clipped until now no longer count: an optimizer has used the gradients."""
         self._clipped.clear()
 
     def before(self, gradients: Iterable[Tensor | None]) -> Mapping[int, Tensor]:

@@ -31,7 +31,7 @@ Judge = Callable[[Request], Verdict]
 
 @dataclass(frozen=True)
 class _AtEachStep:
-    """What the ranks hold at each step of an optimizer, compared with the reference.
+    """The comparison of the ranks with the reference at each step of an optimizer.
 
     ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: the
     different calls by which torch clipped gradients.

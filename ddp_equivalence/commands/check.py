@@ -241,7 +241,7 @@ def _target(text: str) -> tuple[Path, str]:
 
 
 def _given(arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """Those of the named options that the command line has, with their values."""
+    """The values of those named options that the command line has."""
     given = vars(arguments)
     return {name: given[name] for name in names if given[name] is not None}
 

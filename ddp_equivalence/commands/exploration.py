@@ -276,7 +276,7 @@ def closing_line(search: Search[Trial]) -> str:
 
 
 def as_json(search: Search[Trial]) -> dict[str, Any]:
-    """The same results as values that can be written as JSON."""
+    """The results as values that can be written as JSON."""
     cases = [
         vars(one) | {"id": str(trial), "strategy": trial.strategy, "expected": trial.cause}
         for trial, one in search.judged.items()

@@ -16,7 +16,7 @@ VARIABLE = "DDP_EQUIVALENCE_GIVEN_CHECKS"
 
 
 def variable(files: list[str], commands: list[str]) -> dict[str, str]:
-    """What the environment of pytest must hold. ``files``: FILE.py or FILE.py:NAME."""
+    """The variable that pytest must get. ``files``: FILE.py or FILE.py:NAME."""
     return {VARIABLE: json.dumps({"files": files, "commands": commands})}
 
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 class _GivenItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """What pytest shows: a name without a folder before it."""
+        """Return what pytest shows: a name without a folder before it."""
         return self.config.rootpath, None, self.nodeid
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:

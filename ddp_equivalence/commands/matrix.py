@@ -245,7 +245,7 @@ def is_installed() -> bool:
 
 
 def this_package(requirements: Sequence[str]) -> list[str]:
-    """What an environment from nothing needs beside the requirements: this package, and the torch
+    """The further packages of an environment from nothing: this one, and the torch
     of this environment, unless the requirements name another one.
     """
     names = {standard_name(one.partition("==")[0]) for one in requirements}
@@ -447,7 +447,7 @@ class Matrix:
         shutil.rmtree(folder)
 
     def _other_versions(self, one: Wanted) -> str:
-        """What ran although another version was asked for; "" if nothing did."""
+        """Says which version ran although another one was asked for; "" if none did."""
         from ddp_equivalence.gate.record import read_record
 
         environment = read_record(self._out / one.name).environment

@@ -119,7 +119,7 @@ def report_of_kept(text: str, full: bool) -> str:
 # SIGTERM and SIGHUP end a command as Ctrl-C does: it removes its files and ends its processes.
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""What ends a command: a CI job that is cancelled, and a terminal that is closed."""
+"""The signals that end a command: of a CI job that is cancelled, and a terminal that is closed."""
 
 SECONDS_TO_END = 20.0
 """A process that is interrupted has so much time to end its own processes."""

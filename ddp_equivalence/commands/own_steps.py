@@ -35,12 +35,12 @@ def mlp() -> nn.Module:
 
 
 def with_batch_norm() -> nn.Module:
-    """The same with batch norm."""
+    """A model with batch norm."""
     return nn.Sequential(nn.Linear(5, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def with_dropout() -> nn.Module:
-    """The same with dropout."""
+    """A model with dropout."""
     return nn.Sequential(nn.Linear(5, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
 
 

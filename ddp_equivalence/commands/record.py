@@ -255,8 +255,8 @@ def given(text: str) -> Given:
 def asked(
     paths: Sequence[str], commands: Sequence[str], words: str, suite: PartOfSuite
 ) -> Mapping[str, Any]:
-    """What the first line of a record says of it, with a digest of the files. What these import
-    is not in the digest. Raises BadCase.
+    """The entry of a record's first line on what it is of, with a digest of the files, but not of
+    what these import. Raises BadCase.
     """
     hashed = hashlib.sha256()
     for text in paths:

@@ -613,7 +613,7 @@ class Unlike:
 
     @property
     def difference(self) -> str:
-        """What differs, as a clause; "" if nothing but the form does."""
+        """Says what differs, as a clause; "" if nothing but the form does."""
         if self.expected is None:
             return "is not a parameter of the model"
         found, right = self.found.description, self.expected.description

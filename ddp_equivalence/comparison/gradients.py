@@ -48,7 +48,7 @@ class Description:
 
 
 def in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
-    """The same, by step and name: updates are those of all steps, and count as the first step."""
+    """The updates by step and name: they are those of all steps, and count as the first step."""
     return {(0, name): tensor for name, tensor in by_name.items()}
 
 
@@ -275,14 +275,14 @@ class DataByRank:
     together: bool
 
     def of_batch(self, case: Case, whole: Any, sizes: Sequence[int]) -> DataByRank:
-        """The same for another batch of the case."""
+        """The digests for another batch of the case."""
         return data_by_rank(case, whole, sizes, undivided=self.undivided, together=self.together)
 
 
 def data_by_rank(
     case: Case, whole: Any, sizes: Sequence[int], *, undivided: bool, together: bool
 ) -> DataByRank:
-    """What the ranks' digests are if they build this batch. Arguments: those of ``given_to``."""
+    """The digests of ranks that build this batch. The arguments are those of ``given_to``."""
     ranks = case.ranks.world_size
     undivided = undivided or case.shards == OWN
     given = (

@@ -447,7 +447,7 @@ class NudgedInside(TorchDispatchMode):
 
 
 class _NotCompiled(NudgedInside):
-    """The same, but torch disables its compiler for the method below."""
+    """As above, but torch disables its compiler for the method below."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

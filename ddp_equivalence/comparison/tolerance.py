@@ -23,8 +23,8 @@ DEVICE_MULTIPLE = 8.0
 error of the one device was small by luck, and there the least limit is larger."""
 
 NARROW_MULTIPLE = 3.0
-"""The same, for gradients of which rounding takes so much that a limit of eight times proves
-nothing. If all of them are within the narrow limit as well, that is a pass."""
+"""A narrower limit, for gradients of which rounding takes so much that a limit of eight times
+proves nothing. If all of them are within it as well, that is a pass."""
 
 ELEMENT_MULTIPLE = 8.0
 """Single elements scatter more than the norm of all elements: the limit allows 8 standard
@@ -35,7 +35,7 @@ ZERO = 1e-12
 zero except for the rounding of float64. It is, if rounding alone may move it by its own size."""
 
 ZERO_INSIDE = 64.0
-"""The same for a model that computes in float32 inside float64, as a number of eps of float32."""
+"""``ZERO`` for a model that computes in float32 inside float64, as a number of eps of float32."""
 
 SMALLEST_INSIDE = 1 / 1024
 """Rounding of a part in float32 reaches a gradient if it moves it by at least this many eps of

@@ -35,7 +35,7 @@ class FaultTrial:
 
     @property
     def factors(self) -> dict[str, object]:
-        """Those of its trial, and the fault in place of the cause."""
+        """The values of its trial, with the fault in place of the cause."""
         return {**self.trial.factors, "cause": None, "fault": self.fault.name}
 
     def __str__(self) -> str:

@@ -121,7 +121,7 @@ def _gone_or_added(
 
 
 def kind_of(check: RecordedCheck) -> tuple[object, ...]:
-    """What two checks have in common that compare the same, with the same verdict."""
+    """The key that two checks share if they compare the same, with the same verdict."""
     return (
         *(check.strategy, check.layout, check.lane, check.dtype, check.outcome, check.cause),
         *(check.ranks, check.parameters, check.elements),
@@ -159,7 +159,7 @@ def _changed_check(
 
 
 def _other_check(name: str, before: RecordedCheck, after: RecordedCheck) -> Iterator[Seen]:
-    """What makes it another check, whatever its verdict is."""
+    """The key that tells checks apart, whatever their verdicts are."""
     if after.expected != before.expected:
         yield Seen("expected_otherwise", name, f"{before.expected} -> {after.expected}")
     if after.lane != before.lane:

@@ -236,7 +236,7 @@ def changed_surroundings(old: Recorded, new: Recorded) -> Iterator[Seen]:
 
 
 def other_checks(old: Recorded, new: Recorded) -> Iterator[Seen]:
-    """What the records say of themselves: which checks they are of."""
+    """Compare what the records say of themselves: which checks they are of."""
     asked = old.facts.get("asked"), new.facts.get("asked")
     before, after = (one if isinstance(one, dict) else {} for one in asked)
     for name, what in (
@@ -314,12 +314,11 @@ instead of 0.1 s was seen once without any change, on a machine that other progr
 processor time makes a test red."""
 
 LEAST_CPU_SECONDS = 0.5
-"""The same of processor time on each rank, which does not depend on what else the machine does. The
-first test of a rank may need 0.2 s more, for modules that only then are imported.
-"""
+"""So much more processor time on each rank is no noise: it does not depend on what else the machine
+does. The first test of a rank may need 0.2 s more, for modules that only then are imported."""
 
 LEAST_OF_ALL_SECONDS = 10.0
-"""The same of a whole run, which starts ranks and imports torch."""
+"""So much longer may take a whole run, which starts ranks and imports torch."""
 
 LONG = 0.05
 """Shorter tests do not show how fast a machine is."""

@@ -1,4 +1,4 @@
-"""What the gate found, as text, and as the files that other programs read."""
+"""The findings of the gate as text, and as the files that other programs read."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def write_json(judgement: Judgement, path: Path) -> None:
 
 
 def as_json(judgement: Judgement) -> dict[str, Any]:
-    """The same as values."""
+    """The finding as values."""
     return {
         "schema": 1,
         "colour": colour_of(judgement),

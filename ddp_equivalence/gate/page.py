@@ -62,7 +62,7 @@ def _shown(value: object) -> str:
 
 
 def _column(record: Recorded) -> dict[str, Any]:
-    """What stands above a record."""
+    """The heading above a record."""
     own = [one for one in record.checks.values() if not one.planted]
     planted = [one for one in record.checks.values() if one.planted]
     tests = Counter(test.outcome for test in record.tests.values())

@@ -59,7 +59,7 @@ def write_receipt(record: Recorded, path: Path, key: str) -> None:
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """What the file holds. Raises BadCase if it is no receipt."""
+    """Read the file. Raises BadCase if it is no receipt."""
     right = "a receipt, as `ddp-equivalence receipt` writes it"
     if path.is_file() and path.stat().st_size > LARGEST:
         raise BadCase("receipt", str(path), f"{right}, of at most {LARGEST >> 20} MiB")
@@ -78,7 +78,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a receipt must show. ``source``: the digest of the suite that is merged. ``torch``: the
+    """The demands on a receipt. ``source``: the digest of the suite that is merged. ``torch``: the
     version, without what is behind a "+". ``tests``: the names of all tests of that suite.
     ``must_run``: lanes on which something was compared. ``most_days``: how old it may be. ``key``:
     "" for none.

@@ -19,7 +19,7 @@ from ddp_equivalence.case.errors import BadCase
 # What is known of a recorded run.
 
 OF_SUITE = "suite: "
-"""What the name of a test of the suite begins with."""
+"""The beginning of the name of each test of the suite."""
 
 MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 """Longer texts of a record are cut."""
@@ -110,7 +110,7 @@ class Recorded:
         return suite if isinstance(suite, str) else ""
 
     def asked_for(self, name: str) -> list[str]:
-        """What its first line says that was asked for: "paths", "observed" or "selected"."""
+        """The entry of its first line on what was asked for: "paths", "observed" or "selected"."""
         asked = self.facts.get("asked")
         found = asked.get(name) if isinstance(asked, dict) else None
         texts = found if isinstance(found, list) else [found]

@@ -159,7 +159,7 @@ NOT_OF_TRAINING = (
     *("hub_", "push_to_hub", "logging_", "log_", "report_to", "run_name", "disable_tqdm"),
     *("save_", "output_dir", "eval_", "project", "trackio_", "include_for_metrics"),
 )
-"""What the names of parameters begin with that say where results go, and nothing of training."""
+"""The beginnings of names of parameters that say where results go, and nothing of training."""
 
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 LONGEST = 200

@@ -127,7 +127,7 @@ class CallWatch:
         self._process = os.getpid()
 
     def begin_step(self, number: int) -> None:
-        """What is recorded from now on belongs to this step."""
+        """Everything that is recorded from now on belongs to this step."""
         self.step, self.backwards = number, 0
         self.events.begin_step()
         self._flags_are_settled = False

@@ -37,7 +37,7 @@ class CodeLine:
 
 
 class Kind(Enum):
-    """What a call does, or what a line was seen to do."""
+    """The kind of a call, or of what a line was seen to do."""
 
     WRAP = "wrap"
     FORWARD = "forward"
@@ -79,7 +79,7 @@ class Kind(Enum):
 
 
 class Contents(Enum):
-    """What the tensors of a collective are, beside what the model holds."""
+    """How the tensors of a collective are related to those of the model."""
 
     GRADIENTS = "gradients"
     COPIES_OF_GRADIENTS = "copies of gradients"
@@ -118,7 +118,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class GradientChange:
-    """What a line did to ``.grad`` of parameters, other than by a backward pass.
+    """A change of ``.grad`` of parameters by a line, other than by a backward pass.
 
     ``names``: of the parameters. ``factor``: the number that they were multiplied by; None if it
     was something else. ``cleared``: they were set to None or to zero. ``exact``: False if the
@@ -185,7 +185,7 @@ class Call:
 
     @property
     def factor(self) -> float | None:
-        """What gradients were multiplied by; None if they were not."""
+        """The factor by which gradients were multiplied; None if they were not."""
         return None if self.change is None else self.change.factor
 
     @property
@@ -338,7 +338,7 @@ def leaves_of_arguments(arguments: object) -> Iterator[object]:
 
 
 def _inside(leaf: object) -> list[Any] | None:
-    """What an object holds; None if it is not opened."""
+    """The values that an object holds; None if it is not opened."""
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
     if isinstance(leaf, Mapping):
@@ -371,7 +371,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Value:
-    """What a tensor held. ``elements``: as bytes of float64. ``dtype``: of the tensor itself."""
+    """A tensor's contents. ``elements``: as bytes of float64. ``dtype``: of the tensor itself."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -468,7 +468,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class GradientState:
-    """What ``.grad`` held after a call. ``call``: its number among the calls of the rank.
+    """The contents of ``.grad`` after a call. ``call``: its number among the calls of the rank.
 
     ``values``: parameter -> the elements that are kept, as bytes of float64; b"" if it had none.
     Only those parameters whose gradients the call may have changed are among them.

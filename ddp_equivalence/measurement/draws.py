@@ -297,7 +297,7 @@ class DrawReplay(_Draws):
 
 
 def _functions_that_draw() -> Iterator[tuple[Any, str, Callable[..., Any], str]]:
-    """Those of Python and numpy that share one generator: module, name, function, prefix."""
+    """The functions of Python and numpy that share a generator: module, name, function, prefix."""
     for module, known, prefix in _MODULES:
         owner = getattr(module, known).__self__
         for name, function in list(vars(module).items()):

@@ -131,7 +131,7 @@ def functions_of(file: str, roots: Iterable[object]) -> list[FunctionType]:
 
 
 def _led_to(one: object) -> Iterable[object]:
-    """What to look at next. Only types are compared: the user's objects may answer anything."""
+    """The objects to look at next. Only types are compared: a user's object may answer anything."""
     if type(one) is FunctionType:
         names = one.__globals__.values() if is_users(one.__code__.co_filename) else ()
         return [*vars(one).values(), *(_content(cell) for cell in one.__closure__ or ()), *names]
@@ -172,7 +172,7 @@ def _content(cell: CellType) -> object:
 
 
 def _code_after(code: CodeType, codes: Sequence[tuple[CodeType, CodeType]]) -> CodeType | None:
-    """What becomes of a function's code; None if it stays. ``codes``: before and after the edit."""
+    """The new code of a function; None if it stays. ``codes``: before and after the edit."""
     place = code.co_qualname, code.co_firstlineno
     there = [
         (before, after)
@@ -207,7 +207,7 @@ def _read_alike(one: object, other: object) -> bool:
 
 
 def _instructions(code: CodeType) -> Iterator[tuple[str, object]]:
-    """What the code does. How it calls a method depends on what its file imports."""
+    """The instructions of the code. How it calls a method depends on what its file imports."""
     for one in dis.get_instructions(code):
         if one.opname not in HOW_TO_CALL:
             is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
@@ -323,7 +323,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _acts_outside(event: str, arguments: tuple[Any, ...]) -> str:
-    """What would happen, in words; "" if it stays inside the process."""
+    """Says what would happen, in words; "" if it stays inside the process."""
     if event == "open":
         path, mode, flags = arguments
         writes = any(letter in "wax+" for letter in mode or "") or bool((flags or 0) & WRITING)

@@ -29,7 +29,7 @@ from ddp_equivalence.ranks.collectives import Issued
 def changed_by_hooks(
     gradients: GradientWatch, own: Mapping[str, Tensor], seen: Sequence[Call] = ()
 ) -> Iterator[GradientChange]:
-    """What hooks have done to gradients that backward computed and nobody reduced.
+    """The changes that hooks have made to gradients that backward computed and nobody reduced.
 
     ``seen``: the calls during this backward; what a line was seen to do is left out.
     """
@@ -69,7 +69,7 @@ MOST_ELEMENTS = 20_000_000
 """Larger tensors are not compared with gradients and parameters."""
 
 Found = tuple[Contents, tuple[str, ...], float]
-"""What the tensors are, of which parameters, and how many times that."""
+"""The kind of the tensors, of which parameters, and how many times that."""
 
 
 def collective_call(
@@ -78,7 +78,7 @@ def collective_call(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> CollectiveCall:
-    """What is recorded of a collective. The rest: as in ``contents_of``."""
+    """The record of a collective. The rest: as in ``contents_of``."""
     contents, names, factor = contents_of(issued.tensors, gradients, parameters, buffers)
     return CollectiveCall(
         op=issued.op,
@@ -102,7 +102,7 @@ def contents_of(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> Found:
-    """What these tensors are. ``gradients``, ``parameters``, ``buffers``: those of the model."""
+    """The kind of these tensors. ``gradients``, ``parameters``, ``buffers``: those of the model."""
     try:
         flat = [plain(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
     except NotPlain:

@@ -87,7 +87,7 @@ class GradientWatch:
                 self._accept(name)
 
     def changes(self, by_value: bool) -> list[GradientChange]:
-        """What has changed since the last call, grouped by what was done.
+        """The changes since the last call, grouped by what was done.
 
         ``by_value``: compare all values. Otherwise only those gradients are compared whose version
         has changed, which costs much less, and misses what was done through ``.data`` or numpy.
@@ -178,7 +178,7 @@ def _done(before: Tensor | None, now: Tensor | None) -> tuple[float | None, bool
 
 
 def change_between(name: str, before: Tensor | None, now: Tensor | None) -> GradientChange | None:
-    """What was done to a gradient; None if its values are the same."""
+    """The change from one value of a gradient to the next; None if they are the same."""
     if _equal(before, now):
         return None
     factor, cleared = _done(before, now)

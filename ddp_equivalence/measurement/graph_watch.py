@@ -161,7 +161,7 @@ class OwnBackwards:
 
     @property
     def found(self) -> tuple[OwnBackward, ...]:
-        """What ran, in the order in which it ran first."""
+        """The backward methods that ran, in the order in which they ran first."""
         return tuple(replace(one, times=times) for one, times in self._found.items())
 
     def on_return(self, frame: FrameType, returned: object) -> None:

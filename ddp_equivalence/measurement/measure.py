@@ -273,7 +273,7 @@ def _changes_error(ranks: RankSet) -> RankFailed:
 
 @dataclass(frozen=True)
 class SecondRun:
-    """What was seen of each rank while the step ran a second time.
+    """The observations of each rank while the step ran a second time.
 
     ``why_not``: why there was no second run. ``needs_fresh_ranks``: the first run has left ranks
     that can do no more work.

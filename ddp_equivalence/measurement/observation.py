@@ -1,4 +1,4 @@
-"""What a rank was seen to do while its step ran: which examples it read, and what it reduced."""
+"""The data on how a rank's step ran: which examples it read, and what it reduced."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _entry_of(module: nn.Module) -> tuple[weakref.ref[nn.Module], list[Listener]
 
 
 def _told(listener: Callable[[Any], Any], what: object) -> Any:
-    """What the listener returns; None if it raises, since it must not make the call fail.
+    """The result of the listener; None if it raises, since it must not make the call fail.
 
     No transform of torch.func, and no mode, sees what the listener does.
     """
@@ -406,7 +406,7 @@ class LineEvents:
         tracer.on_event = self.on_event
 
     def begin_step(self) -> None:
-        """What happens from now on belongs to the next step."""
+        """From now on, everything belongs to the next step."""
         self._line = None
         self.buffers.changed()
         self._draws.begin_step()

@@ -256,7 +256,7 @@ class Observer:
 
 
 def _roots(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
-    """What ``torch.autograd.backward`` or ``grad`` is to differentiate."""
+    """The tensors that ``torch.autograd.backward`` or ``grad`` is to differentiate."""
     given = arguments[0] if arguments else named.get("tensors", named.get("outputs"))
     return [given] if isinstance(given, Tensor) else list(given or ())
 
@@ -596,7 +596,7 @@ def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
 
 
 def described(value: object) -> str:
-    """What kind of value this is. Values with the same description can stand for each other."""
+    """The kind of a value. Values with the same description can stand for each other."""
     kind = type(value)
     if not issubclass(kind, Tensor):  # of the type alone: the user's object may answer anything
         return kind.__name__

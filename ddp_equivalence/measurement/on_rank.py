@@ -1,4 +1,4 @@
-"""What one rank does with a case: rebuild it, run the step, send its gradients."""
+"""One rank's work on a case: it rebuilds the case, runs the step, and sends its gradients."""
 
 from __future__ import annotations
 
@@ -505,7 +505,7 @@ def with_draws(
 
 @dataclass
 class Races:
-    """What is found of races in the steps of one rank, which computes on ``device``.
+    """The races that are found in the steps of one rank, which computes on ``device``.
 
     ``missed_waits``: the collectives that were never waited for. ``changed_later``: the names of
     gradients that changed after their step had returned.
@@ -587,7 +587,7 @@ def buffers_left(model: nn.Module, before: Collection[str]) -> dict[str, Tensor]
 WRAPPER_SEGMENTS = frozenset(
     {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 )
-"""What DDP, torch.compile, activation checkpointing and FSDP insert into names of parameters."""
+"""The words that DDP, torch.compile, activation checkpointing and FSDP insert into names."""
 
 
 class ParameterNames:
@@ -664,7 +664,7 @@ class ParameterNames:
     def of_returned(
         self, model: nn.Module, returned: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor | None]:
-        """What the step returned, under the model's own names and without the model's buffers.
+        """The tensors that the step returned, under the model's own names and without its buffers.
 
         Names that fit no parameter are kept. Raises TypeError if no name fits any, and ValueError
         if a name fits several parameters, or if two different tensors belong to one parameter.

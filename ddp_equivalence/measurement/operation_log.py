@@ -83,7 +83,7 @@ class OperationLog(TorchDispatchMode):
         self._watching.pop().close()
 
     def found(self, results: Mapping[str, Tensor | None]) -> Operations:
-        """What ran. ``results``: the tensors for whose sake it all ran, by name."""
+        """The operations that ran. ``results``: the tensors for whose sake they ran, by name."""
         left = {
             name: number
             for name, tensor in results.items()

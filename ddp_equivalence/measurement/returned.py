@@ -1,4 +1,4 @@
-"""What a step returned: None, or tensors by name. Everything else is told what would be right."""
+"""Reads what a step returned: None, or tensors by name. Anything else gets an error."""
 
 from __future__ import annotations
 

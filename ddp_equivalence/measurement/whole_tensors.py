@@ -104,8 +104,9 @@ class WholeTensors:
         return digest((name, now.get(name)) for name in self._names.shapes)
 
     def returned(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """What the step returned, under the model's own names and whole: also flat parameters,
-        views of them, and the gradients of both. Raises as ``ParameterNames.of_returned`` does.
+        """The tensors that the step returned, whole and under the model's own names: also flat
+        parameters, views of them, and the gradients of both. Raises as
+        ``ParameterNames.of_returned`` does.
         """
         if not self._flat and not any(
             one is not None and _is_sharded(one) for one in tensors.values()
@@ -157,7 +158,7 @@ class WholeTensors:
         return {name: one for name, one in parameters.items() if name not in places}, places
 
     def _in_order(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Those of the model first, in its order, as the other ranks have them."""
+        """The parameters of the model first, in its order, as the other ranks have them."""
         known = [name for name in self._names.shapes if name in found]
         return {name: found[name] for name in (*known, *found)}
 
@@ -205,7 +206,7 @@ def _by_handle(places: Mapping[str, Place]) -> dict[Any, list[tuple[str, int]]]:
 
 
 def _of_places(places: Mapping[str, Place], read: Callable[[Any], Iterable[Any]]) -> dict[str, Any]:
-    """What ``read`` finds in the flat parameters, under the names of the model."""
+    """The values that ``read`` finds in the flat parameters, under the names of the model."""
     found: dict[str, Any] = {}
     for handle, numbered in _by_handle(places).items():
         values = list(read(handle))
@@ -441,7 +442,7 @@ def give_flat_gradients(handle: Any, given: Sequence[Tensor | None]) -> None:
 
 
 def _held(handle: Any) -> list[tuple[int, Tensor | None]]:
-    """What this rank has of the gradient of each parameter of a flat one, and its kind."""
+    """This rank's part of the gradient of each parameter of a flat one, and its kind."""
     flat = handle.flat_param
     size = int(flat._sharded_size.numel())
     sharded = flat.grad is None or flat.grad.numel() == size

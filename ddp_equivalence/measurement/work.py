@@ -78,7 +78,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What happened on one rank.
+    """The proof of what happened on one rank.
 
     ``examples``: for each step, the positions in the big batch of the examples that the rank was
     given; None if the step chooses them itself. ``data``: a digest of those examples for every leaf
@@ -138,7 +138,7 @@ RIGHT = "a function (model, shard, rank), or (model, rank) that returns a functi
 
 
 def why_not_a_step(step: Callable[..., object]) -> str:
-    """What the step should be, if it cannot be called as a step; "" if it can, or nobody knows."""
+    """Says what would be right, if this cannot be called as a step; "" if it may be."""
     if inspect.iscoroutinefunction(step):
         return f"{RIGHT}: a plain function; this one is a coroutine, which nobody awaits"
     if inspect.isgeneratorfunction(step):

@@ -240,7 +240,7 @@ def _is_fault(name: object) -> bool:
 
 
 def _right_settings(marker: pytest.Mark) -> str:
-    """What would be right instead of the arguments of ``@pytest.mark.ddp``; "" if they are."""
+    """Says what would be right instead of the arguments of ``@pytest.mark.ddp``; "" if they are."""
     given = marker.kwargs
     if marker.args or given.keys() - {*TIMES, *BOOLEANS}:
         return f"name=value with one of {', '.join((*TIMES, *BOOLEANS))}"

@@ -257,7 +257,7 @@ def _summary(results: RunResults, must_run: Sequence[str]) -> Mapping[str, objec
 LONGEST_REASON = 300
 
 NOTHING = (0, 0.0)
-"""What a process has spent before its first ranks: sets of ranks, and processor time."""
+"""The cost of a process before its first ranks: sets of ranks, and processor time."""
 
 OF_CHECKS = (
     *("strategy", "layout", "backend", "dtype", "expected", "outcome", "cause", "causes"),

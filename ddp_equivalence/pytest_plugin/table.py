@@ -104,7 +104,7 @@ def _size(name: str) -> tuple[int, int, str]:
 
 
 def _what_it_needs(lane: str) -> str:
-    """What this machine lacks for any case on the lane, as the end of a sentence."""
+    """Says what this machine lacks for any case on the lane, as the end of a sentence."""
     from ddp_equivalence.ranks.lanes import missing  # imports torch
 
     reason = None if lane == "emulated" else missing(lane, 1)

@@ -196,7 +196,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Headline:
-    """What is wrong, and the name of the cause, which stands at the right, on a line of its own if
+    """The fault, and the name of the cause, which stands at the right, on a line of its own if
     it must; that there is none is said only where there is room for it.
     """
 

@@ -37,7 +37,7 @@ COUNTS = {2: "two", 3: "three", 4: "four"}
 
 
 def cause_lines(verdict: Verdict) -> list[Line]:
-    """What happened, what was seen of it, where to look, and which edits of the step were tried."""
+    """Lines on what happened, what was seen of it, where to look, and which edits were tried."""
     best = verdict.best
     if best is None:
         return [*_without_a_cause(verdict), *_trial_lines(verdict)]
@@ -56,7 +56,7 @@ def cause_lines(verdict: Verdict) -> list[Line]:
 
 
 def _without_a_cause(verdict: Verdict) -> list[Line]:
-    """What is known about a difference that has no name."""
+    """The lines on what is known about a difference without a known cause."""
     known = "; ".join(_known(verdict))
     return labelled("What is known: ", known and f"{known}.")
 
@@ -322,7 +322,7 @@ def _first_draw(verdict: Verdict) -> str:
 
 
 def _precision_sentences(verdict: Verdict) -> Iterator[str]:
-    """What was judged in which precision, if it was judged in two, and why."""
+    """The precisions in which the step was judged, if there were two, and why."""
     other = verdict.again.other_precision
     if verdict.why_not_float64:
         yield (
@@ -391,7 +391,7 @@ def _numbers_of(verdict: Verdict) -> str:
 
 
 def _without_dropout_text(verdict: Verdict) -> str:
-    """What the same step gives without dropout; "" unless masks could not be predicted."""
+    """The verdict on the step without dropout; "" unless masks could not be predicted."""
     if not verdict.again.masks_unpredictable:
         return ""
     again = verdict.again.without_dropout
@@ -412,7 +412,7 @@ def _without_dropout_text(verdict: Verdict) -> str:
 
 
 def fresh_ranks_text(verdict: Verdict) -> str:
-    """What came out on ranks that had run earlier checks, beside new ones; "" without both."""
+    """The verdict on ranks that had run earlier checks, and that on new ones; "" without both."""
     used, again = verdict.again.on_used_ranks, "ranks that had already run earlier checks"
     if used is None:
         return ""

@@ -38,7 +38,7 @@ MOST_NAMES = 4
 
 
 def evidence_lines(verdict: Verdict) -> list[Line]:
-    """What ran, where it ran, the case, and how to repeat it."""
+    """The lines on what ran, where it ran, the case, and how to repeat it."""
     lines = [
         *labelled("Evidence: ", "; ".join(_evidence(verdict))),
         *labelled("Watched second run: ", "; ".join(_watched_run(verdict))),
@@ -157,7 +157,7 @@ def _examples_given(verdict: Verdict) -> Iterator[str]:
 
 
 def _collectives(verdict: Verdict) -> Iterator[str]:
-    """What rank 0 issued, by collective and group; nothing without torch's flight recorder."""
+    """The collectives of rank 0, by kind and group; nothing without torch's flight recorder."""
     collectives = next(iter(verdict.evidence.values())).collectives
     if collectives is None:
         return
@@ -185,7 +185,7 @@ MOST_CALLS = 3
 
 
 def _watched_run(verdict: Verdict) -> Iterator[str]:
-    """What the second run read, its wrappers, losses and buffers; nothing if there was none."""
+    """The examples that the second run read, its wrappers and buffers; nothing without one."""
     observed = verdict.observed
     if not observed:
         if verdict.why_not_watched:

@@ -31,7 +31,7 @@ MOST_WIDTHS = 5
 def failure_blocks(
     failure: RankFailed, reason: str, rerun: Rerun | None, lane: Lane | None = None
 ) -> Iterator[list[Line]]:
-    """What is known of the failure, in blocks of lines. ``lane``: that of the ranks, if known."""
+    """The failure as it is known, in blocks of lines. ``lane``: that of the ranks, if known."""
     changed = bool(failure.ends) and failure.ends[0].kind == "changed"
     yield [
         *paragraph((CHANGED if changed else NOT_COMPARED).format(reason=reason), "  "),

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, driver, versions, precision, and variables that are set."""
+"""Describes this machine: GPUs, driver, versions, precision, and variables that are set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def box_in_short(box: Box) -> str:
 
 
 def title(box: Box) -> str:
-    """What the machine has to compute with, such as ``4 x NVIDIA A100, 64 CPU cores``."""
+    """The processors of the machine, such as ``4 x NVIDIA A100, 64 CPU cores``."""
     names = Counter(gpu.name or "unknown GPU" for gpu in box.gpus.gpus)
     have = [f"{count} x {name}" for name, count in names.items()]
     if not have:

@@ -1,4 +1,4 @@
-"""What the ranks hold beside the big batch's gradient, and which parameters differ."""
+"""The ranks' gradients beside that of the big batch, and which parameters differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ALIKE = 0.005
 
 
 def held(verdict: Verdict) -> list[Item | Line]:
-    """What should be there and what is there."""
+    """The gradients that should be there and those that are there."""
     comparison, shares = verdict.comparison, verdict.shares
     assert comparison is not None
     width = min(settings.current().width, WIDEST)
@@ -76,7 +76,7 @@ def held(verdict: Verdict) -> list[Item | Line]:
 
 
 def _structure(comparison: Comparison) -> list[str]:
-    """What is not as in the big batch, with the ranks of which it is true."""
+    """The names, shapes and types that are not as in the big batch, with their ranks."""
     matches = ((OF_ONE_RANK.match(text), text) for text in comparison.structure)
     ranks = ranks_by(
         ((int(match["rank"]), match["what"]) if match else (-1, text)) for match, text in matches
@@ -239,7 +239,7 @@ def asked_lines(verdict: Verdict) -> list[Line]:
 
 
 def _divisors_lines(verdict: Verdict) -> list[Line]:
-    """What the losses and the reduction divide by, and what would be right."""
+    """The divisors of the losses and of the reduction, and those that would be right."""
     divisors = verdict.divisors
     named_otherwise = verdict.cause is not None and not any(
         one.wrong_divisor for one in HYPOTHESES if one.name in verdict.causes

@@ -1,4 +1,4 @@
-"""What a run remembers of each check: who is told of its verdict, whether somebody has read it, and
+"""The record of each check of a run: who is told of its verdict, whether somebody has read it, and
 plain data for the closing table and for JSON. It imports no torch until it is asked for versions.
 """
 
@@ -30,7 +30,7 @@ READING = "_reading"
 
 @dataclass
 class Reading:
-    """What a message says of one check, and whether anybody has read its verdict.
+    """One check as messages name it, and whether anybody has read its verdict.
 
     ``file`` and ``line``: where ``check`` was called. ``done``: something that the check found out
     was read from the verdict, or from a copy of it.

@@ -87,7 +87,7 @@ def full_lines(verdict: Verdict) -> list[Line]:
 
 
 def _other_side(verdict: Verdict) -> str:
-    """What the ranks are compared with."""
+    """The name of what the ranks are compared with."""
     return "what one process computes" if verdict.asked.of_script else "big_batch"
 
 
@@ -105,7 +105,7 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
 
 
 def _different(verdict: Verdict) -> Iterator[list[Line]]:
-    """What does not stand on the screen."""
+    """The blocks that do not stand on the screen."""
     names = " and ".join(verdict.causes) or "no known cause fits"
     if not verdict.causes and not verdict.tried_every_cause:
         names = NOT_ALL_TRIED

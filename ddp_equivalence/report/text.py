@@ -221,7 +221,7 @@ def why_no_folder(path: Path) -> str:
 
 
 class Style(Enum):
-    """What a line is. Whoever prints the line chooses the colour."""
+    """The kind of a line. Whoever prints the line chooses the colour."""
 
     PLAIN = "plain"
     LABEL = "label"

@@ -84,7 +84,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class JudgedAgain:
-    """What further judgements of the same step have shown.
+    """The results of further judgements of the same step.
 
     ``float32_at``: where the step computes in float32 in a check in float64, if that could be the
     difference. ``other_precision``: the verdict on the step in the model's own precision, or in
@@ -204,7 +204,7 @@ class Verdict:
 
     @property
     def why_not_float64(self) -> str:
-        """What the loss raised in float64, if the big batch could not be computed in it."""
+        """The error of the loss in float64, if the big batch could not be computed in it."""
         return "" if self.analysis is None else self.analysis.reference.why_not_float64
 
     @property
@@ -351,7 +351,7 @@ class WrongStep:
 
     @property
     def headline(self) -> str:
-        """What is wrong, in a few words."""
+        """The fault in a few words."""
         if self.differs == "count":
             return "the optimizer makes another number of steps"
         if self.differs == "afterwards":
@@ -360,7 +360,7 @@ class WrongStep:
 
     @property
     def sentence(self) -> str:
-        """What is wrong, as a sentence of the report."""
+        """The fault as a sentence of the report."""
         of = f"The gradients of optimizer step {self.number} of {self.expected} are"
         if self.differs == "count":
             made = sorted(set(self.made))
@@ -405,7 +405,7 @@ class NothingCompared(AssertionError):
 
 
 def unknown(verdict: Verdict, why: Unknown) -> Verdict:
-    """The same verdict, which now says that nothing was shown."""
+    """The verdict, which now says that nothing was shown."""
     return replace(verdict, outcome="unknown", reason=why.reason, unknown_because=why.because)
 
 

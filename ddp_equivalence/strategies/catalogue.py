@@ -54,7 +54,7 @@ CORE = (
 one layout."""
 
 FEW_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
-"""What replaces ``CORE`` for strategies that try few pairs."""
+"""The replacement of ``CORE`` for strategies that try few pairs."""
 
 FEW_LOSSES = ("mse_mean", "token_mean")
 """The losses that strategies with few pairs try with other models: one for each kind of output."""

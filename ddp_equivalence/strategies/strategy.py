@@ -73,7 +73,7 @@ class Strategy:
     promise: str
     """The promise: one sentence that says where the gradient is that of the big batch, and why."""
     cause_of_difference: Callable[[ShardedBatch], str | None]
-    """The same promise as a function: None where it holds, else the public name of the cause."""
+    """The promise as a function: None where it holds, else the public name of the cause."""
     prepare: Callable[[Task], TrainStep]
     """Is called once on each rank, and returns the train step."""
     one_process: bool = False

@@ -41,7 +41,7 @@ class Trial:
 
     @property
     def factors(self) -> dict[str, object]:
-        """What a trial is made of: a pairwise selection has every pair of these values."""
+        """The values that a trial is made of: a pairwise selection has every pair of them."""
         case = self.case
         return {
             "strategy": self.strategy,

@@ -60,7 +60,7 @@ class Layout:
 
 
 RIGHT = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'
-"""What a layout may be, as an error says it."""
+"""The layouts that are allowed, as an error says it."""
 
 
 def parse(name: str) -> Layout:

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
-    """What is wrong, or may surprise, and what to do about it. Nothing if there are no problems."""
+    """The problems, also those that only may surprise, and what to do about them."""
     from ddp_equivalence.report.text import wrapped
 
     if problems:

@@ -117,7 +117,7 @@ TOGETHER_SECONDS = 60.0
 """For several GPUs at once to start and connect, and again for their sums."""
 
 PAIR_SECONDS = 30.0
-"""The same for a pair. GPUs that cannot reach each other's memory often hang instead of failing."""
+"""The time for a pair. GPUs that cannot reach each other's memory often hang instead of failing."""
 
 ALL_PAIRS_SECONDS = 300.0
 """After that no further pair is tried."""
@@ -193,7 +193,7 @@ def _sum(
 
 
 def _link(found: Sequence[State], gpus: Gpus) -> Link | None:
-    """What NVML says of the link between two GPUs, which are recognised by their UUIDs."""
+    """The link between two GPUs by NVML, which are recognised by their UUIDs."""
     indices = {plain_uuid(gpu.uuid): gpu.index for gpu in gpus.gpus if gpu.uuid}
     uuids = [plain_uuid(one.answer.uuid) for one in found if one.answer is not None]
     known = [indices[uuid] for uuid in uuids if uuid in indices]

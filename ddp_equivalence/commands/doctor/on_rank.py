@@ -75,7 +75,7 @@ def product(rank: Rank, argument: object) -> Iterator[GpuAnswer]:
 
 
 def error_of_product(device: torch.device) -> str:
-    """What a product of two matrices on this device raises, or how it is wrong; "" if right."""
+    """The error of a product of two matrices on this device, or how it is wrong; "" if right."""
     left = _integers(SIDE * SIDE, 1, torch.device("cpu")).reshape(SIDE, SIDE)
     right = _integers(SIDE * SIDE, 2, torch.device("cpu")).reshape(SIDE, SIDE)
     try:

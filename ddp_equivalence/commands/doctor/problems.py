@@ -16,7 +16,7 @@ from ddp_equivalence.report.machine import GIB
 from ddp_equivalence.report.text import plural
 
 LEAST_SHARED_MEMORY = GIB
-"""What the NCCL User Guide gives to a container. Docker's default is 64 MB."""
+"""The shared memory that the NCCL User Guide gives to a container. Docker's default is 64 MB."""
 
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the oldest driver for programs that were built with it."""
@@ -153,7 +153,7 @@ def _version(text: str | None) -> tuple[int, int] | None:
 
 
 def _of_gpus(gpus: Sequence[Gpu]) -> Iterator[Problem]:
-    """What stands in the way of ranks on these GPUs. GPUs with the same problem are named once."""
+    """The problems of ranks on these GPUs. GPUs with the same problem are named once."""
     for gpu in gpus:
         if gpu.problem:
             yield Problem(

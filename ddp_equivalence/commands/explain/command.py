@@ -53,7 +53,7 @@ OPTIONS = {
 """The fields of a Setup that are options with a value, and their help."""
 
 TEXTS = {"loss_times": "FACTOR", "betas": "B1,B2", "known_good": "BATCH@LR"}
-"""Those of them that are texts, as the help shows them. Without choices the others are numbers."""
+"""The options that are texts, as the help shows them. Without choices the others are numbers."""
 
 
 def add(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""What a setup computes: the gradient by a table of divisions, the learning rates, and the text."""
+"""Explains a setup: its gradient by a table of divisions, the learning rates, and the text."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a setup computes. All numbers are exact except square roots.
+    """The results for a setup. All numbers are exact except square roots.
 
     Let g be the gradient of the mean loss over the ``effective_batch`` examples of one step.
     ``divisors``: what divides the sum over these examples, as a phrase and a number; None if it is

@@ -150,7 +150,7 @@ class Setup:
 
     @property
     def loss_factor(self) -> Fraction:
-        """What each loss is multiplied by. Raises BadCase if the text cannot be read."""
+        """The factor of each loss. Raises BadCase if the text cannot be read."""
         value = Fraction(1)
         try:
             for sign, word in LOSS_TIMES.findall(self.loss_times):

@@ -60,7 +60,7 @@ class ComparedPrediction:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ranks found.
+    """The results of ranks.
 
     ``setup``: the setup that they ran. ``lane``: the name of the backend on a kind of device.
     ``scaled``: how that setup differs from the explained one. ``not_run``: the parts of the

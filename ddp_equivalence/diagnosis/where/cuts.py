@@ -118,7 +118,7 @@ def only_of_ranks(ranks: Sequence[Operations], alone: Operations) -> tuple[Cut, 
 
 
 def cut_text(cut: Cut) -> str:
-    """What the line does, as a clause."""
+    """Says what the line does, as a clause."""
     name = NAMES.get(cut.ended.name, cut.ended.name.strip("_"))
     if cut.is_leaf:
         return "makes a new leaf, whose gradient goes on only where the step passes it on"

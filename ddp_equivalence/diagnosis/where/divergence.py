@@ -431,11 +431,11 @@ NAMES = {
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather_into_tensor",
 }
-"""What users call operations that torch has other names for."""
+"""The names under which users know operations that torch calls otherwise."""
 
 
 def called(operation: Operation) -> str:
-    """What a user calls this operation."""
+    """The name under which a user knows this operation."""
     return NAMES.get(operation.name, operation.name.strip("_").removesuffix("_forward"))
 
 

@@ -44,7 +44,7 @@ def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabou
 def _right_weights(
     pieces: Pieces, compared: Sequence[Compared]
 ) -> tuple[str, tuple[float, ...], float] | None:
-    """What the big batch divides by: the unit, how much of it each piece has, and how much there
+    """The divisor of the big batch: its unit, how much of it each piece has, and how much there
     is. None if no count of the batch makes it a weighted mean of the pieces.
     """
     setting = pieces.view.setting

@@ -259,7 +259,7 @@ def where_without_view(
     why_not_watched: str,
     why_no_view: str,
 ) -> Whereabouts | None:
-    """What can be said about where it is. ``why_not_watched``: why nothing was ``observed``.
+    """Where the difference is, as far as it can be said. ``why_not_watched``: why nothing was seen.
 
     ``expected``: the gradients of the big batch. ``view``: of the only step, if gradients are
     missing in it. ``why_no_view``: why nothing can be fitted.
@@ -282,7 +282,7 @@ are_raised = False
 
 
 def unless_it_fails(look: Callable[[], Found], otherwise: Callable[[str], Found]) -> Found:
-    """What ``look()`` returns. If it raises, ``otherwise`` is given the error as a clause.
+    """Return what ``look()`` returns. If it raises, ``otherwise`` is given the error as a clause.
 
     Raises OutOfTime, and any error in the tests of this package.
     """

@@ -203,7 +203,7 @@ def _of_all_ranks(weight: float, world_size: int, of: str) -> str:
 
 @dataclass(frozen=True)
 class AfterCall:
-    """What some gradients of a rank were after one call.
+    """Some gradients of a rank as they were after one call.
 
     ``index``: the number of the call among all of the rank. ``mix``: None if the gradients are no
     mixture of what the ranks computed.
@@ -235,7 +235,7 @@ class Path:
 
 
 Values = list[tuple[int, Call, Tensor]]
-"""What one gradient held after each call that changed it: (number of the call, call, elements)."""
+"""A gradient after each call that changed it: (number of the call, call, elements)."""
 
 
 def line_of(call: Call) -> CodeLine | None:
@@ -379,7 +379,7 @@ def _same_mix(one: Mix | None, other: Mix | None) -> bool:
 
 
 def done_text(call: Call, pieces: Pieces) -> str:
-    """What a call did to gradients, as a clause without an object: ``they are ...``."""
+    """The effect of a call on gradients, as a clause: ``they are ...``."""
     if call.kind is Kind.BACKWARD:
         return "a backward pass ran"
     if call.collective is not None:

@@ -1,4 +1,4 @@
-"""What a comparison with one rank adds to what is known of where a difference is: the lines."""
+"""Adds to the place of a difference the lines that a comparison with one rank shows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
 
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    """What was found already, with what one rank shows."""
+    """The place that was found already, with the lines that one rank shows."""
     return unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
 
 
@@ -114,7 +114,7 @@ def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) ->
 
 
 def with_cuts(found: Whereabouts, cuts: Sequence[Cut]) -> Whereabouts:
-    """What was found already, after the lines at which gradients end."""
+    """The place that was found already, after the lines at which gradients end."""
     cut = min(cuts, key=lambda one: one.is_leaf)
     number = cut.ended.line.number if cut.ended.line is not None else 0
     others = [replace(one, is_fault=False) for one in found.lines]
@@ -241,7 +241,7 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
 
 
 def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
-    """What the operation returned on one rank, and what it returned on the others."""
+    """Says what the operation returned on one rank, and what it returned on the others."""
     name = called(divergence.operation)
     if divergence.alone is None:
         return f"{name}: {ONLY_RANKS}"
@@ -299,7 +299,7 @@ UNLIKE_LOSS = "> marks what the loss of the case does not compute."
 def with_unlike_loss(
     found: Whereabouts, unlike: Sequence[Unlike], world_size: int, *, knows_numbers: bool
 ) -> Whereabouts:
-    """What was found already, after the lines at which the step leaves the loss of the case.
+    """The place that was found already, after the lines at which the step leaves the case's loss.
 
     Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
     the numbers by which the loss is scaled.
@@ -337,7 +337,7 @@ def with_unlike_loss(
 
 
 def _note_of_value(one: Unlike) -> str:
-    """What the operation returned, and what that of the loss of the case returns instead."""
+    """Says what the operation returned, and what that of the loss of the case returns instead."""
     name, here = called(one.operation), one.value.tensor
     if one.in_loss is None:
         if here.numel() == 1:

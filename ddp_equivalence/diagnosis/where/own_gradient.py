@@ -449,7 +449,7 @@ def where_gradients_are_missing(
 def _why_missing(
     seen: Observation, gone: Sequence[str], backwards: Sequence[Call], rank: int
 ) -> tuple[str, list[PointedLine | None]]:
-    """What was recorded that keeps gradients from these parameters, and its lines."""
+    """The reason on record why these parameters have no gradients, and its lines."""
     if not backwards:
         return f"No backward pass ran on rank {rank}.", []
     last: dict[str, Call] = {}

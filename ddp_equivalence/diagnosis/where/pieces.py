@@ -125,7 +125,7 @@ class Pieces:
 
     @cached_property
     def own(self) -> Tensor:
-        """What each rank computed in all of its pieces, shape (world size, elements)."""
+        """The sum of each rank's pieces, shape (world size, elements)."""
         zero = torch.zeros_like(self.view.expected)
         return torch.stack(
             [
@@ -229,7 +229,7 @@ def rows_by_rank(view: View) -> Sequence[Sequence[Indices]]:
 
 
 def _certain_rows(view: View, rank: int) -> list[Indices] | None:
-    """What one rank read, if each row can be one example only."""
+    """The rows that one rank read, if each of them can be one example only."""
     micro_batches = view.observed.by_rank[rank].rows_read(view.setting.step)
     if micro_batches is None:
         return None
@@ -251,8 +251,8 @@ def _certain_rows(view: View, rank: int) -> list[Indices] | None:
 def operations_of_the_loss(
     setting: Setting, parts: Sequence[Indices], time: TimeLeft
 ) -> list[Operations] | None:
-    """What the loss of the case, and its backward pass, compute of each of these parts of the big
-    batch, in float64.
+    """The operations of the loss of the case, and of its backward pass, in float64, on each of
+    these parts of the big batch.
 
     The last of several steps is recorded. None if a loss cannot be computed or is too long.
     """

@@ -114,7 +114,7 @@ def _is_right(mix: Mix | None, weight: float | None) -> bool:
 
 
 def _premise(pieces: Pieces, weight: float | None) -> str:
-    """What the big batch is of the ranks' own gradients."""
+    """How the big batch is made of the ranks' own gradients."""
     if weight is None:
         return OTHER
     world_size = pieces.view.world_size
@@ -323,7 +323,7 @@ class _Search:
         ]
 
     def _ranks_missing(self, missing: Sequence[int]) -> Whereabouts:
-        """What the ranks hold was made without what some of them computed."""
+        """Some ranks' own gradients are missing in the gradients that all ranks hold."""
         view, path = self.view, self.path
         reduced, calls = self._reductions(path.rank), view.observed.calls
         others = [place for place in calls.reductions if path.rank in place.by_rank]

@@ -25,7 +25,7 @@ MOST_POSITIONS = 4_096
 MOST_SELECTIONS = 6
 
 Values = tuple[Sequence[Value], Value]
-"""What the ranks have of one value, and what one rank has."""
+"""A value as the ranks have it, and as one rank has it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _slices(tensor: Tensor, dim: int) -> Iterator[bytes]:
 Relation = Literal[
     "whole", "scaled", "rows", "slice", "sum", "extreme", "packed", "other", "unknown"
 ]
-"""What the ranks have of a value of one rank: the value; a multiple of it, all of them the same;
+"""How the ranks have a value of one rank: the value; a multiple of it, all of them the same;
 the rows of their examples, or other parts that they take; a slice of it; a part of a sum or mean
 that is the value; a value of which the largest or the smallest is the value; several numbers of
 these kinds in one tensor; another value. "unknown" if the shapes cannot be compared.
@@ -208,7 +208,7 @@ class Sharing:
 
     @cached_property
     def factors(self) -> tuple[tuple[float, ...], ...]:
-        """What a value of each rank may be multiplied with, if its step is right: nothing, the
+        """The factors that a value of each rank may have, if its step is right: none, the
         world size, the rank's share of the examples, or one divided by these; with groups of ranks
         also their size.
         """
@@ -344,7 +344,7 @@ Choice = tuple[Selection | None, list[Tensor] | None]
 def _choices(
     parts: Sequence[Tensor], whole: Tensor, sharing: Sharing
 ) -> Iterator[tuple[list[Tensor], frozenset[Selection]]]:
-    """What each rank may have of ``whole``: its parts along some dimensions, or all of it in the
+    """The part of ``whole`` that each rank may have: along some dimensions, or all of it in the
     order in which the ranks have their parts.
     """
     if any(part.ndim != whole.ndim for part in parts):
@@ -417,7 +417,7 @@ def go_further(parts: Sequence[Tensor], whole: Tensor) -> bool:
 
 
 def finite(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same, with a number that no tensor has in the place of infinity, as masks leave it."""
+    """The tensors with another number in the place of infinity, as masks leave it."""
     if all(bool(one.isfinite().all()) for one in tensors):
         return list(tensors)
     finite = [one[one.isfinite()] for one in tensors]

@@ -100,8 +100,8 @@ class TwoLogs:
             yield "other" if relation.how == "extreme" and not is_sent else relation.how, writer
 
     def relations(self, number: int) -> Iterator[Given]:
-        """The same, with the parts that the ranks have of each value. Nothing if the operation does
-        not run on all ranks.
+        """As ``given``, with the parts that the ranks have of each value. Nothing if the operation
+        does not run on all ranks.
         """
         operation = self.alone.operations[number]
         each = self._on_ranks(number)

@@ -27,8 +27,8 @@ PROVIDED = frozenset(
         *("take", "count_examples", "map_tensors", "tensors_of", "concatenate"),
     )
 )
-"""What a script has itself for files that import it from this package. Files of the user's import
-only the first two."""
+"""The names that a script has itself for files that import them from this package. Files of the
+user's import only the first two."""
 
 OWN_PATH = r"(?<![\w.])__file__\b"
 

@@ -54,7 +54,7 @@ PROVIDED: tuple[str, ...] = ()
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the files say of their case."""
+    """The case as the files describe it."""
 
     model: Any
     loss: Any = None
@@ -90,7 +90,7 @@ class StandIn(ModuleType):
 
 @dataclass(frozen=True, eq=False)
 class Rank(int):
-    """What the step gets as its third argument. It is also the number ``rank``."""
+    """The third argument of the step. It is also the number ``rank``."""
 
     rank: int
     world_size: int
@@ -252,7 +252,7 @@ class Layout:
 
 
 class Task:
-    """What the strategy gets on a rank."""
+    """The argument of a strategy on a rank."""
 
     def __init__(self, model: nn.Module, rank: Rank) -> None:
         self.model, self.rank = model, rank
@@ -339,7 +339,7 @@ def take(batch: Batch, indices: Sequence[int]) -> Batch:
 
 
 def model_at_start() -> nn.Module:
-    """The same model in every process."""
+    """Build the model, which is the same in every process."""
     seed_all(SEED)
     model = build_model().to(DTYPE)
     if EXACT:
@@ -364,7 +364,7 @@ def big_batches() -> list[Batch]:
 
 
 def shards_of(rank: Rank) -> list[Batch]:
-    """What the step is called with: a shard of every big batch, or once with all of them."""
+    """The arguments of the step's calls: a shard of every big batch, or all of them at once."""
     if not STEP_TRAINS:
         by_step = zip(big_batches(), SHARDS, strict=True)
         return [take(batch, shards[rank.rank]) for batch, shards in by_step]
@@ -374,7 +374,7 @@ def shards_of(rank: Rank) -> list[Batch]:
 
 
 def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> Gradients:
-    """What is expected: from the big batches, in one process without any wrapper."""
+    """The expected gradients: of the big batches, in one process without any wrapper."""
     model = model_at_start().to(dtype or DTYPE)
     before = copy.deepcopy(dict(model.named_parameters()))
     gradients: dict[str, Tensor | None] = {}
@@ -391,7 +391,7 @@ def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> Gradients:
 
 
 def on_this_rank(rank: Rank) -> Gradients:
-    """What is measured: from the steps on this rank, given the rank's shards."""
+    """The measured gradients: of the steps on this rank, given the rank's shards."""
     model = model_at_start().to(rank.device)
     own = dict(model.named_parameters())  # the step may rename them
     before = copy.deepcopy(own)
@@ -450,7 +450,7 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 def by_own_names(
     returned: Gradients | None, model: nn.Module, own: Mapping[str, nn.Parameter]
 ) -> Gradients:
-    """What the step returned, or else the parameters, under the names from before the step.
+    """The tensors that the step returned, or else the parameters, under their names from before it.
 
     The step may have wrapped a part of the model, which renames parameters, or replaced some.
     """
