@@ -398,7 +398,7 @@ def with_factor_of_own_gradients(findings: tuple[Finding, ...], view: View) -> t
         return findings
     if is_divided_up(view) is False:
         return findings  # what is read twice, or not at all, has other counts
-    factor = _factor_of_own_gradients(view)
+    factor = _factor_of_losses(view)
     if factor is None or is_multiple(view.measured.by_rank, view.expected_by_rank):
         return findings
     return tuple(
@@ -413,22 +413,6 @@ def _is_left_by(finding: Finding, view: View, factor: float) -> bool:
     cause = CAUSE_OF.get(finding.cause)
     predictions = cause.predict(view) if cause is not None else ()
     return any(nearly_equal(view.measured.by_rank, factor * one.by_rank) for one in predictions)
-
-
-def _factor_of_own_gradients(view: View) -> float | None:
-    """What all own gradients are multiplied by, as seen; None if that is 1, or not the same."""
-    contributions, count = view.parts.contributions(), view.parts.micro_batches_per_rank
-    if view.observed_gradients is None or contributions is None or not view.local_gradients:
-        return None
-    if view.parts.add_up_to_the_big_batch:
-        if count is None:
-            return None
-        contributions = count * contributions
-    local = view.local_gradients[0]
-    factor = nearest_factor(local, contributions)
-    if factor is None or factor <= 0 or _is(factor, 1.0) or not is_multiple(local, contributions):
-        return None
-    return factor
 
 
 def _is(factor: float, other: float) -> bool:

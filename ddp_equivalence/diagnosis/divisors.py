@@ -143,71 +143,51 @@ MOST_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Count:
-    """A number that a loss may divide by: the ``value``, and the words for it.
+class WrongCount:
+    """The ranks' losses divide by a count of the batch that is not the right one.
 
-    ``of_all``: it is a count of the whole batch, of which each rank may have an equal part.
+    ``counts``: the count of each rank; a single one if the whole gradient has one factor.
+    ``total``: what the big batch divides by, and ``right_unit``: what this counts. ``of_all``: it
+    is a count of the whole batch, of which each rank may have an equal part. ``held``: what every
+    rank holds then.
     """
 
-    value: float
+    counts: tuple[float, ...]
     unit: str
+    total: float
+    right_unit: str
+    held: Tensor
     of_all: bool = False
-
-
-@dataclass(frozen=True)
-class RatioOfCounts:
-    """The gradient has the factor ``right / wrong``, because the loss divides by ``wrong``."""
-
-    right: Count
-    wrong: Count
 
     @property
     def factor(self) -> float:
-        return self.right.value / self.wrong.value
-
-    @property
-    def text(self) -> str:
-        wrong, right = (text_of(one.value, ".6g") for one in (self.wrong, self.right))
-        return f"divided by {wrong}, {self.wrong.unit}, instead of {right}, {self.right.unit}"
-
-
-@dataclass(frozen=True)
-class CountsByRank:
-    """Each rank's loss divides by a count of its own, which is not the one that is right.
-
-    ``held``: what every rank then holds. ``right_unit``: what the big batch divides by.
-    """
-
-    held: Tensor
-    counts: tuple[float, ...]
-    unit: str
-    right_unit: str
-    total: float
+        """The factor of the whole gradient."""
+        return self.total / self.counts[0]
 
     @property
     def text(self) -> str:
         shown = ", ".join(text_of(one, ".6g") for one in self.counts[:MOST_RANKS])
-        more = ", ..." if len(self.counts) > MOST_RANKS else ""
+        shown += ", ..." if len(self.counts) > MOST_RANKS else ""
+        shown += " (by rank)" if len(self.counts) > 1 else ""
         total = text_of(self.total, ".6g")
-        return (
-            f"divided by {shown}{more} (by rank), {self.unit}; the big batch divides by {total}, "
-            f"{self.right_unit}"
-        )
+        return f"divided by {shown}, {self.unit}, instead of {total}, {self.right_unit}"
 
 
-def ratio_of_counts(view: View) -> list[RatioOfCounts]:
-    """The pairs of counts whose ratio is exactly the factor that all gradients have."""
-    held = common_factor(view) if view.measured.is_known else None
-    if held is None or not _counts_matter(view):
+def ratio_of_counts(view: View) -> list[WrongCount]:
+    """The counts whose ratio to a right one is exactly the factor that all gradients have."""
+    factor = common_factor(view) if view.measured.is_known else None
+    if factor is None or not _counts_matter(view):
         return []
-    found: dict[float, RatioOfCounts] = {}
+    found: dict[float, WrongCount] = {}
     whole = [tuple(range(view.setting.example_count))]
     wrong = list(_counts_of_the_whole(view))
-    for unit in right_units(view):
-        right = Count(counts_of_parts(view, whole)[unit][0], unit)
-        for one in (RatioOfCounts(right, count) for count in wrong if count.value != right.value):
-            if right.value == round(right.value) and isclose(one.factor, held, rel_tol=NEGLIGIBLE):
-                found.setdefault(one.wrong.value, one)
+    for right_unit in right_units(view):
+        right = counts_of_parts(view, whole)[right_unit][0]
+        for count, unit, of_all in wrong if right == round(right) else ():
+            if count != right and isclose(right / count, factor, rel_tol=NEGLIGIBLE):
+                held = factor * view.expected
+                one = WrongCount((count,), unit, right, right_unit, held, of_all)
+                found.setdefault(count, one)
     return list(found.values())
 
 
@@ -231,54 +211,67 @@ def _counts_matter(view: View) -> bool:
     return not view.parts.add_up_to_the_big_batch
 
 
-def _counts_of_the_whole(view: View) -> Iterator[Count]:
-    """All counts that one loss, or all ranks together, may divide the whole gradient by."""
-    by_rank, ranks = view.parts.by_rank, view.world_size
-    choices: list[tuple[Indices, str, int, bool]] = [
-        (tuple(range(view.setting.example_count)), "{}", 1, True)
-    ]
-    if by_rank is not None and ranks > 1:
-        of_rank = view.parts.examples_by_rank[0]
-        choices.append((of_rank, f"{{}} of rank 0, times {ranks} ranks", ranks, False))
+def _parts_counted(view: View) -> Iterator[tuple[str, int, list[Indices]]]:
+    """The part of each rank whose count its loss may divide by: words for it, the number by which
+    this count is multiplied, and the part's examples on each rank.
+    """
+    yield "", 1, view.parts.examples_by_rank
     number = view.parts.micro_batches_per_rank or 1
     for place, name in ((0, "first"), (-1, "last")) if number > 1 else ():
-        at_once = tuple(index for parts in by_rank or () for index in parts[place])
-        of_part = f"{{}} of the {name} micro-batch"
-        choices.append((at_once, of_part, 1, False))
-        choices.append((at_once, f"{of_part}, times {number} micro-batches", number, False))
-    for examples, words, times, of_all in choices:
+        parts = [of_rank[place] for of_rank in view.parts.by_rank or ()]
+        yield f" of the {name} micro-batch", 1, parts
+        yield f" of the {name} micro-batch, times {number} micro-batches", number, parts
+
+
+def _counts_of_the_whole(view: View) -> Iterator[tuple[float, str, bool]]:
+    """All counts that one loss, or all ranks together, may divide the whole gradient by, what they
+    count, and whether that is the whole batch.
+    """
+    ranks = view.world_size
+    choices = [("", 1, tuple(range(view.setting.example_count)))]
+    for words, times, parts in _parts_counted(view) if view.parts.by_rank is not None else ():
+        if words:
+            choices.append((words, times, tuple(index for part in parts for index in part)))
+        elif ranks > 1:
+            choices.append((f" of rank 0, times {ranks} ranks", ranks, parts[0]))
+    for words, times, examples in choices:
         for unit, counts in counts_of_parts(view, [examples]).items():
             if counts[0] > 0:
-                yield Count(counts[0] * times, words.format(unit), of_all)
+                yield counts[0] * times, unit + words, not words
 
 
-def counts_by_rank(view: View) -> list[CountsByRank]:
+def counts_by_rank(view: View) -> list[WrongCount]:
     """The counts of its own that each rank may have divided by, as the ranks' weights show.
 
     Only those whose ratio to the right count is not the same on all ranks: the others are one
-    factor of the whole gradient.
+    factor of the whole gradient. A rank's own right count is that of another cause.
     """
-    by_rank = view.parts.by_rank
-    if not view.measured.is_known or by_rank is None or view.world_size == 1:
-        return []
-    if not _counts_matter(view):
+    by_rank, size = view.parts.by_rank, view.world_size
+    if not view.measured.is_known or by_rank is None or size == 1 or not _counts_matter(view):
         return []
     pieces = [part for parts in by_rank for part in parts]
     gradients = torch.stack([view.examples.gradient(part) for part in pieces])
     weights = view.measured.weights_of(gradients)
     if weights is None or not nearly_equal(weights, weights[:1].expand_as(weights)):
         return []
-    found: list[CountsByRank] = []
-    for right_unit in right_units(view):
+    found: list[WrongCount] = []
+    right_ones = right_units(view)
+    choices = [
+        (unit + words, tuple(times * count for count in counts))
+        for words, times, parts in _parts_counted(view)
+        for unit, counts in counts_of_parts(view, parts).items()
+        if min(counts) > 0 and (words or unit not in right_ones)
+    ]
+    for right_unit in right_ones:
         right = counts_of_parts(view, pieces)[right_unit]
-        for unit, counts, by_piece in _divisors_by_piece(view, by_rank):
-            wanted = [a / (view.world_size * m) for a, m in zip(right, by_piece, strict=True)]
+        for unit, counts in choices:
+            by_piece = [one for one, own in zip(counts, by_rank, strict=True) for _ in own]
+            wanted = [a / (size * m) for a, m in zip(right, by_piece, strict=True)]
             if not _weigh_alike(weights[0], wanted) or _is_one_factor(right, wanted):
                 continue
-            if _is_a_mean_of_means(view, right, wanted):
-                continue
-            held = torch.tensor(wanted, dtype=gradients.dtype) @ gradients
-            found.append(CountsByRank(held, counts, unit, right_unit, sum(right)))
+            if not _is_a_mean_of_means(view, right, wanted):
+                held = torch.tensor(wanted, dtype=gradients.dtype) @ gradients
+                found.append(WrongCount(counts, unit, sum(right), right_unit, held))
     return found
 
 
@@ -302,33 +295,6 @@ def _is_a_mean_of_means(view: View, right: Sequence[float], wanted: Sequence[flo
         of_rank += [one / sum(own) / view.world_size if sum(own) else 0.0 for one in own]
         equal += [1 / count / view.world_size] * count
     return any(_weigh_alike(torch.tensor(wanted), one) for one in (of_rank, equal))
-
-
-def _divisors_by_piece(
-    view: View, by_rank: Sequence[Sequence[Indices]]
-) -> Iterator[tuple[str, tuple[float, ...], list[float]]]:
-    """What each rank may divide by: the unit, the number of each rank, and that of each piece.
-
-    The right unit is among them only for the first or the last micro-batch: the rank's own right
-    count is that of another cause.
-    """
-    shards = view.parts.examples_by_rank
-    right = right_units(view)
-    choices: list[tuple[str, float, Sequence[Indices]]] = [("", 1.0, shards)]
-    number = view.parts.micro_batches_per_rank or 1
-    if number > 1:
-        for place, name in ((0, "first"), (-1, "last")):
-            chosen = [parts[place] for parts in by_rank]
-            choices.append((f" of the rank's {name} micro-batch", 1.0, chosen))
-            full = f" of the rank's {name} micro-batch, times {number} micro-batches"
-            choices.append((full, float(number), chosen))
-    for words, times, parts in choices:
-        for unit, counts in counts_of_parts(view, parts).items():
-            if min(counts) <= 0 or (not words and unit in right):
-                continue
-            numbers = tuple(times * count for count in counts)
-            by_piece = [one for one, own in zip(numbers, by_rank, strict=True) for _ in own]
-            yield unit + words, numbers, by_piece
 
 
 # The weights of classes that a loss divides by, as ``nn.CrossEntropyLoss(weight=...)`` does.

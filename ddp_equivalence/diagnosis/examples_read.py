@@ -8,21 +8,18 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.diagnosis.example_gradients import PartsByRank
-from ddp_equivalence.diagnosis.hypothesis import Prediction, ranks_by_number
+from ddp_equivalence.diagnosis.hypothesis import Prediction, on_every_rank, ranks_by_number
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import all_divisors
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.observation import Observation
 
 
-def predictions_from_examples_read(
-    view: View, detail: str = "", counts_all: bool = False
-) -> Sequence[Prediction]:
-    """The gradients that right code would leave if exactly these examples were the big batch.
+def predictions_from_examples_read(view: View, detail: str = "") -> Sequence[Prediction]:
+    """The gradients that right code would leave if exactly these examples were the big batch, and
+    those of code that divides by what the big batch divides by.
 
-    ``counts_all``: also those of code that divides by what the big batch divides by. A gradient
-    that equals the big batch's is left out.
+    A gradient that equals the big batch's is left out.
     """
     read = view.observed.examples_read
     if read is None:
@@ -32,21 +29,17 @@ def predictions_from_examples_read(
     if contributions is None:
         return ()
     everything_read = tuple(index for part in parts_read.examples_by_rank for index in part)
+    together = view.examples.gradient(everything_read)
     results = [
         contributions.mean(0),
-        view.examples.gradient(everything_read),
+        together,
         *(local.mean(0) for local in view.local_gradients[1:]),
+        *(ratio * together for ratio in _ratios(view, everything_read)),
     ]
     if view.parts.add_up_to_the_big_batch:
         results.append(contributions.sum(0))
-    if counts_all:
-        together = view.examples.gradient(everything_read)
-        results += [ratio * together for ratio in _ratios(view, everything_read)]
-    return tuple(
-        Prediction(view.on_every_rank(result), detail)
-        for result in results
-        if not nearly_equal(result, view.expected)
-    )
+    others = (one for one in results if not nearly_equal(one, view.expected))
+    return on_every_rank(view, *others, detail=detail)
 
 
 def _ratios(view: View, read: Sequence[int]) -> list[float]:
@@ -58,12 +51,13 @@ def _ratios(view: View, read: Sequence[int]) -> list[float]:
     return [one for one in dict.fromkeys(ratios) if one not in (0.0, 1.0)]
 
 
-def examples_seen(view: View, examples: Sequence[int]) -> str:
+# Examples as text.
+
+
+def examples_seen(view: View, examples: Sequence[int], most: int = 6) -> str:
     """The examples as text, with a note if equal ones may have been read instead of them."""
-    numbers = example_numbers(examples)
-    if view.observed.equal_where_read.isdisjoint(examples):
-        return numbers
-    return f"{numbers} (or examples that are equal to these)"
+    are_certain = view.observed.equal_where_read.isdisjoint(examples)
+    return example_numbers(examples, most) + ("" if are_certain else " (or equal ones)")
 
 
 def example_numbers(examples: Sequence[int], most: int = 6) -> str:
@@ -72,17 +66,15 @@ def example_numbers(examples: Sequence[int], most: int = 6) -> str:
     return f"{word} {short_numbers(examples, most)}"
 
 
-def short_numbers(examples: Sequence[int], most: int) -> str:
-    """The numbers of examples as text: ``3, 5, ... (12 in all)``."""
+def short_numbers(examples: Sequence[int], most: int = 4) -> str:
+    """The numbers of examples as text: ``3, 5, ... (12 in all)``, or ``3 to 7`` for neighbours."""
+    if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
+        return f"{examples[0]} to {examples[-1]}"
     shown = ", ".join(map(str, examples[:most]))
     return shown + (f", ... ({len(examples)} in all)" if len(examples) > most else "")
 
 
-def compact_numbers(examples: Sequence[int], most: int = 4) -> str:
-    """The same, and ``3 to 7`` for neighbours."""
-    if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
-        return f"{examples[0]} to {examples[-1]}"
-    return short_numbers(examples, most)
+# Who read what, and how often.
 
 
 def read_more_than_once(view: View) -> list[int]:
@@ -133,15 +125,6 @@ def read_equally_often(view: View) -> bool:
     return len(times) == 1 and 0 not in times
 
 
-def share_sizes(view: View) -> set[int]:
-    """How many examples a rank read; several numbers if the ranks read unequally many."""
-    return {sum(map(len, parts)) for parts in _parts_read(view)}
-
-
-def _parts_read(view: View) -> PartsByRank:
-    return view.observed.examples_read or ()
-
-
 def passes_of_read_examples(view: View) -> list[tuple[int, ...]]:
     """For every rank, the micro-batches whose examples another of its micro-batches has too.
 
@@ -159,10 +142,8 @@ def passes_of_read_examples(view: View) -> list[tuple[int, ...]]:
                 if place != number
             )
         )
-        if not again:
-            return []
         by_rank.append(again)
-    return by_rank
+    return by_rank if all(by_rank) else []
 
 
 def all_ranks_read_the_same(view: View) -> bool:
@@ -172,16 +153,12 @@ def all_ranks_read_the_same(view: View) -> bool:
     return len(read) > 1 and len(distinct) == 1 and distinct != {()}
 
 
-# Which examples were read by several ranks, more often than others, or by none, in words.
-
 MOST_GROUPS = 2
 
 
 def rows_read_unequally(view: View) -> str:
-    """The sentence; "" if all examples were read equally often, or if it is not known.
-
-    Ranks that share a model read the same rows: where every example is read by as many ranks, that
-    is said to be nothing.
+    """Which examples were read by several ranks, more often than others, or by none, as a sentence;
+    "" if all were read equally often, as by ranks that share a model, or if it is not known.
     """
     if view.observed.examples_read is None:
         return ""
@@ -193,49 +170,39 @@ def rows_read_unequally(view: View) -> str:
 
 def texts_of_rows(view: View) -> list[str]:
     """Clauses: who reads the same examples, which are read again by one rank, and which by none."""
-    several = read_by_several_ranks(view)
-    texts: list[str] = []
+    several, texts = read_by_several_ranks(view), list[str]()
     for ranks, examples in list(several.items())[:MOST_GROUPS]:
-        word = "both" if len(ranks) == 2 else "all"
-        read = word if texts else f"{word} read example{'s' if len(examples) > 1 else ''}"
-        texts.append(f"{ranks_by_number(ranks)} {read} {_numbers(view, examples)}")
+        word, shown = "both" if len(ranks) == 2 else "all", examples_seen(view, examples, 4)
+        read = shown.partition(" ")[2] if texts else f"read {shown}"
+        texts.append(f"{ranks_by_number(ranks)} {word} {read}")
     more = len(several) - MOST_GROUPS
     if more > 0:
         texts.append(f"{more} more set{'s' if more > 1 else ''} of ranks share others")
-    shared = {index for examples in several.values() for index in examples}
     again = {
         index: rank
         for rank, times in enumerate(counted_reads(view))
         for index, number in sorted(times.items())
-        if number > 1 and index not in shared
+        if number > 1
     }
     if again and not several:
-        who = ranks_by_number(sorted(set(again.values())))
-        verb = "reads" if len(set(again.values())) == 1 else "read"
-        word = "example" if len(again) == 1 else "examples"
-        texts.append(f"{who} {verb} {word} {_numbers(view, sorted(again))} more than once")
+        ranks = tuple(sorted(set(again.values())))
+        verb = "reads" if len(ranks) == 1 else "read"
+        shown = examples_seen(view, sorted(again), 4)
+        texts.append(f"{ranks_by_number(ranks)} {verb} {shown} more than once")
     unread = _missed(view)
-    word = "" if texts else "example " if len(unread) == 1 else "examples "
-    texts += [f"no rank reads {word}{compact_numbers(unread)}"] if unread else []
-    return texts
-
-
-def _numbers(view: View, examples: Sequence[int]) -> str:
-    """The examples as text, with a note if equal ones may have been read instead of them."""
-    are_certain = view.observed.equal_where_read.isdisjoint(examples)
-    return compact_numbers(examples) + ("" if are_certain else " (or equal ones)")
+    shown = short_numbers(unread) if texts else example_numbers(unread, 4)
+    return [*texts, f"no rank reads {shown}"] if unread else texts
 
 
 def _missed(view: View) -> list[int]:
     """The examples that no rank read; [] if the big batch is the same without them, as where a mask
     leaves them out.
     """
-    unread = set(read_by_no_rank(view))
+    unread = read_by_no_rank(view)
     others = tuple(index for index in range(view.setting.example_count) if index not in unread)
     if not unread or not others:
-        return sorted(unread)
-    is_same = nearly_equal(view.examples.gradient(others), view.expected)
-    return [] if is_same else sorted(unread)
+        return unread
+    return [] if nearly_equal(view.examples.gradient(others), view.expected) else unread
 
 
 # The order in which the steps of a trainer read the examples, as its ranks were seen to do.

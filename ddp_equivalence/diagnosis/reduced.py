@@ -206,7 +206,6 @@ class Repeated:
     part counts as after one sum. ``calls``: the collectives that add it up, on one rank, in order.
     """
 
-    name: str
     counts: tuple[int, ...]
     calls: tuple[Call, ...]
 
@@ -254,7 +253,7 @@ def _of_rank(view: View, rank: int) -> dict[str, Repeated]:
             for number in range(backwards)
         )
         if max(counts, default=0) > 1:
-            found[name] = Repeated(name, counts, tuple(made[name]))
+            found[name] = Repeated(counts, tuple(made[name]))
     return found
 
 

@@ -10,17 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from ddp_equivalence.diagnosis.example_gradients import PartsByRank
 from ddp_equivalence.measurement.observation import Indices, Observation, RowsRead
-
-
-class NotKnown(Enum):
-    """Why it is not known which examples were read."""
-
-    NOT_RECOGNISED = "a model was called with something else than rows of the batch"
-    EQUAL_ROWS = "rows fit several examples, which are equal there"
 
 
 @dataclass(frozen=True)
@@ -41,11 +33,14 @@ def examples_read(
     observed: Mapping[int, Observation],
     step: int,
     dealt: Mapping[int, Indices] | None,
-) -> ExamplesRead | NotKnown:
-    """The examples that were read; ``dealt``: those that each rank was given, None if all."""
+) -> ExamplesRead | None:
+    """The examples that were read; None if a row fits none, or several that are not equal.
+
+    ``dealt``: those that each rank was given, None if all.
+    """
     rows_by_rank = {rank: seen.rows_read(step) for rank, seen in observed.items()}
     if not rows_by_rank or any(rows is None for rows in rows_by_rank.values()):
-        return NotKnown.NOT_RECOGNISED
+        return None
     equal = {
         index: frozenset(group)
         for seen in observed.values()
@@ -58,7 +53,7 @@ def examples_read(
         own = None if dealt is None else frozenset(dealt[rank])
         parts = [resolver.examples_of(passes, own) for passes in micro_batches or ()]
         if any(part is None for part in parts):
-            return NotKnown.EQUAL_ROWS
+            return None
         by_rank.append(tuple(part for part in parts if part is not None))
     return ExamplesRead(tuple(by_rank), resolver.times, frozenset(resolver.equal_read))
 

@@ -21,6 +21,7 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.measurement.calls import Call, CodeLine, CollectiveCall, Contents, Kind
+from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -239,6 +240,11 @@ class StepCalls:
             return call.factor is not None and abs(call.factor - factor) <= 1e-5 * abs(factor)
 
         return self.changes(is_it)
+
+
+def calls_of_all_steps(observed: Mapping[int, Observation]) -> StepCalls:
+    """The calls of the ranks in this step and all others."""
+    return StepCalls({rank: seen.calls for rank, seen in observed.items()})
 
 
 def reduces_gradients(call: Call) -> bool:

@@ -17,8 +17,8 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
-from ddp_equivalence.diagnosis.lines.words import names_text
-from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.lines.words import last_of, names_text
+from ddp_equivalence.diagnosis.setting import PointedLine, calls_of_all_steps
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine, Kind
 from ddp_equivalence.measurement.measure import Measurement
@@ -97,11 +97,9 @@ def finding_of_state(
     """The finding that a step leaves this state, and has right gradients. ``evidence``: of the
     ranks; without any, each rank is taken to have changed the state by its own rows.
     """
-    names = names_text([one.name for one in beside])
-    held = [
-        {name: one.buffers.get(name) for name in (b.name for b in beside)}
-        for one in evidence.values()
-    ]
+    changed = [one.name for one in beside]
+    names = names_text(changed)
+    held = [{name: one.buffers.get(name) for name in changed} for one in evidence.values()]
     apart = not held or any(one != held[0] for one in held)
     by_whom = " by the rank's own rows" if apart else ""
     return Finding(
@@ -116,25 +114,15 @@ def finding_of_state(
         headline=f"{names}, which the next step reads, {'is' if len(beside) == 1 else 'are'} not "
         "what the big batch leaves",
         fix=(REDUCE if apart else AS_OFTEN).format(names),
-        lines=tuple(_lines_of_changes([one.name for one in beside], by_whom, seen)),
+        lines=tuple(
+            last_of(
+                calls_of_all_steps(seen).places(
+                    Kind.BUFFERS, where=lambda call: bool(set(changed) & set(call.names))
+                ),
+                f"changes {names}{by_whom}",
+            )
+        ),
     )
-
-
-def _lines_of_changes(
-    names: Sequence[str], by_whom: str, seen: Mapping[int, Observation]
-) -> list[PointedLine]:
-    """The last line that changed this state on a rank."""
-    for of_rank in seen.values():
-        changes = [
-            call
-            for call in of_rank.calls
-            if call.kind is Kind.BUFFERS and call.line and set(names) & set(call.names)
-        ]
-        if changes:
-            line = changes[-1].line
-            assert line is not None
-            return [PointedLine(line, f"changes {names_text(names)}{by_whom}", True)]
-    return []
 
 
 # Compares the buffers that the ranks are left with, such as running statistics, with those of the
@@ -339,14 +327,12 @@ def no_optimizer_step(
         because=f"{ran}no optimizer of torch stepped on any rank; no weight moved",
         headline="no optimizer steps, so no weight moves",
         fix="call optimizer.step() after backward, on the parameters of the model that is given.",
-        lines=tuple(_last_backward(observed)),
+        lines=tuple(
+            last_of(
+                calls_of_all_steps(observed).backwards,
+                "no optimizer steps after it",
+                True,
+                "optimizer.step()",
+            )
+        ),
     )
-
-
-def _last_backward(observed: Mapping[int, Observation]) -> list[PointedLine]:
-    """The last line that went backward, after which an optimizer should step."""
-    for seen in observed.values():
-        lines = [call.line for call in seen.calls if call.kind is Kind.BACKWARD and call.line]
-        if lines:
-            return [PointedLine(lines[-1], "no optimizer steps after it", True, "optimizer.step()")]
-    return []

@@ -28,8 +28,8 @@ from ddp_equivalence.diagnosis.example_gradients import (
     without_ranks,
 )
 from ddp_equivalence.diagnosis.residual import fitted_mixture, nearest_factor, nearly_equal
-from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
-from ddp_equivalence.diagnosis.setting import Setting, StepCalls
+from ddp_equivalence.diagnosis.rows_read import ExamplesRead, examples_read
+from ddp_equivalence.diagnosis.setting import Setting, StepCalls, calls_of_all_steps
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.measurement.call_watch import MOST_LINES
 from ddp_equivalence.measurement.calls import CodeLine
@@ -447,6 +447,11 @@ class ObservedStep:
         )
 
     @cached_property
+    def calls_of_all_steps(self) -> StepCalls:
+        """The calls of this step and all others."""
+        return calls_of_all_steps(self.by_rank)
+
+    @cached_property
     def lines_run(self) -> Mapping[int, tuple[CodeLine, ...]]:
         """Rank -> the lines of the user's code that it ran in this step, each once, in order.
 
@@ -497,10 +502,9 @@ class ObservedStep:
                 rank: tuple(first + index for index in shard) for rank, shard in enumerate(shards)
             }
         read = examples_read(self.by_rank, self.setting.step, dealt)
-        if isinstance(read, NotKnown):
-            return None
         last = first + self.setting.example_count
-        return read if all(first <= index < last for index in read.times) else None
+        known = read is not None and all(first <= index < last for index in read.times)
+        return read if known else None
 
     @property
     def records_draws(self) -> bool:

@@ -15,7 +15,6 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_by_several_ranks,
     read_equally_often,
     read_more_than_once,
-    share_sizes,
     texts_of_rows,
 )
 from ddp_equivalence.diagnosis.hypothesis import (
@@ -95,7 +94,7 @@ def _seen(view: View, holds: bool, because: str, otherwise: str) -> Indication |
 
 
 def _as_read(view: View, holds: bool, detail: str = "") -> Sequence[Prediction]:
-    return predictions_from_examples_read(view, detail, counts_all=True) if holds else ()
+    return predictions_from_examples_read(view, detail) if holds else ()
 
 
 # All ranks read the same.
@@ -149,16 +148,6 @@ def _samplers_of_one_rank(view: View) -> list[CallSite]:
         if len({calls[-1].what for calls in place.by_rank.values()}) == 1
         and len(place.ranks) == view.world_size
     ]
-
-
-def _mend_same_data(view: View) -> str:
-    size = view.world_size
-    if _samplers_of_one_rank(view):
-        return f"give DistributedSampler num_replicas={size} and the number of its own rank."
-    if of_data.loaders(view) and not of_data.samplers(view):
-        return f"give the DataLoader a DistributedSampler with num_replicas={size} and its rank."
-    count = view.setting.example_count
-    return f"let each of the {size} ranks read other ones of the {count} examples."
 
 
 # Ranks take slices of orders of their own.
@@ -257,13 +246,6 @@ def _lines_of_overlapping_shares(view: View) -> Sequence[PointedLine]:
     return of_data.lines_of_reading(view, chosen, ranks)
 
 
-def _mend_overlap(view: View) -> str:
-    several = sorted(one for examples in read_by_several_ranks(view).values() for one in examples)
-    text = f"let only one rank read {example_numbers(several, most=4)}"
-    unread = read_by_no_rank(view)
-    return f"{text}, and one read {example_numbers(unread, most=4)}." if unread else f"{text}."
-
-
 # Examples that pad all shards to the same length are counted twice.
 
 
@@ -276,7 +258,9 @@ def _is_padding(view: View) -> bool:
         return False
     if _are_overlapping_slices(view):
         return False
-    return len(share_sizes(view)) == 1 or not read_by_several_ranks(view)
+    read = view.observed.examples_read or ()
+    sizes = {sum(map(len, parts)) for parts in read}
+    return len(sizes) == 1 or not read_by_several_ranks(view)
 
 
 def _are_overlapping_slices(view: View) -> bool:
@@ -313,15 +297,9 @@ def _lines_that_pad(view: View) -> Sequence[PointedLine]:
     pads = [
         place.pointed(f"pads {place.first.value:.0f} examples by {padding}", is_fault=True)
         for place in of_data.samplers(view)
-        if (padding := of_data.padding_of(place))
+        if (padding := of_data.left_over(place, drops=False))
     ]
     return of_data.lines_of_reading(view, pads)
-
-
-def _mend_padding(view: View) -> str:
-    names = example_numbers(read_more_than_once(view), most=4)
-    count = view.setting.example_count
-    return f"count {names} once: give the repetitions no weight, and divide by {count}."
 
 
 # Examples that no rank reads.
@@ -347,12 +325,12 @@ def _lines_that_drop(view: View) -> Sequence[PointedLine]:
     drops = [
         place.pointed(f"leaves out {dropped} examples", is_fault=True)
         for place in of_data.samplers(view)
-        if (dropped := of_data.dropped_by(place))
+        if (dropped := of_data.left_over(place, drops=True))
     ]
-    drops += [
+    drops = drops or [
         place.pointed("leaves out a last batch that is not full", is_fault=True)
         for place in of_data.loaders(view)
-        if of_data.last_batch_of(view, place)
+        if of_data.number_of(place, "drop_last")
     ]
     replaced = lines_that_replace_rows(view)
     return of_data.lines_of_reading(
@@ -394,7 +372,8 @@ CAUSES = (
         held=_copies_of_one_shard,
         indication=_same_read,
         lines=_lines_that_give_all_the_same,
-        mend=_mend_same_data,
+        mend="give each rank other examples: DistributedSampler with num_replicas={ranks} and its "
+        "own rank.",
         of_rows=True,
     ),
     Hypothesis(
@@ -422,7 +401,7 @@ CAUSES = (
         held=lambda view: _as_read(view, _shares_overlap(view), "; ".join(texts_of_rows(view))),
         indication=_who_reads_what,
         lines=_lines_of_overlapping_shares,
-        mend=_mend_overlap,
+        mend="let only one rank read each of the {examples} examples.",
         of_rows=True,
     ),
     Hypothesis(
@@ -438,7 +417,7 @@ CAUSES = (
         held=_padded,
         indication=_read_again,
         lines=_lines_that_pad,
-        mend=_mend_padding,
+        mend="count every example once: give the repetitions no weight, and divide by {examples}.",
         of_rows=True,
     ),
     Hypothesis(

@@ -330,32 +330,20 @@ def _words_of_two_divisions(view: View) -> Words | None:
     alone = view.factor_on_one_rank() if _is_common(view, 1 / count) else None
     if alone is not None and _equal(alone, 1.0):
         return None  # the factor comes with the ranks
-    by_loss = _divided_loss(view) is not None
-    what = "the loss and the gradients are" if by_loss else "the gradients are"
-    if averages(view):
-        what = "the gradients are" if _divides_gradients(view) else "the loss is"
-        what = f"{_who_averages(view)}, and {what}"
-    headline = f"{what} divided by {count}" + ("" if averages(view) or by_loss else " twice")
+    headline = f"gradients are divided by {count} once too often"
     sentence = (
-        f"{headline[:1].upper()}{headline[1:]}, so that gradients are 1/{count} of what they "
-        f"should be. It was not seen whether this {count} is the number of ranks."
+        f"{headline[:1].upper()}{headline[1:]}, so that they are 1/{count} of what they should be. "
+        f"It was not seen whether this {count} is the number of ranks."
     )
     return Words(sentence, headline)
-
-
-def _divides_gradients(view: View) -> bool:
-    return bool(view.observed.calls.multiplied_by(1 / view.world_size))
-
-
-def _who_averages(view: View) -> str:
-    return "ReduceOp.AVG averages" if by_hand(view) else "DDP averages"
 
 
 def _mend_two_divisions(view: View) -> str:
     count = view.world_size
     if averages(view) and _divided_again(view):
-        what = "the gradients" if _divides_gradients(view) else "the loss"
-        who = _who_averages(view)
+        by_line = view.observed.calls.multiplied_by(1 / count)
+        what = "the gradients" if by_line else "the loss"
+        who = "ReduceOp.AVG averages" if by_hand(view) else "DDP averages"
         return f"do not divide {what} by {count}: {who} over the {count} ranks already."
     if hook_was_registered(view) and in_hook(view) and not by_hand(view):
         return f"divide by {count}, the number of ranks, once in the hook."

@@ -25,10 +25,9 @@ from ddp_equivalence.diagnosis.lines.of_gradients import (
     ranks_without_gradient,
 )
 from ddp_equivalence.diagnosis.lines.of_groups import (
-    hooks_of_all_steps,
     lines_of_small_groups,
 )
-from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_put_into, way_to
+from ddp_equivalence.diagnosis.lines.of_reduction import way_to
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import first_of, last_of, names_text
@@ -43,7 +42,7 @@ from ddp_equivalence.diagnosis.reduced import (
     wrapped_groups,
 )
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.setting import PointedLine, StepCalls
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -115,15 +114,14 @@ def _lines_of_groups(view: View) -> Sequence[PointedLine]:
 
 def _lines_of_wrapper(view: View) -> Sequence[PointedLine]:
     """Where the groups are made, and where DDP or its communication hook is given one."""
-    sharded = lines_of_small_groups(view)
+    sharded, calls = lines_of_small_groups(view), view.observed.calls_of_all_steps
     if sharded:
         return sharded
     if _hook_has_the_group(view):
         note = "the hook reduces in a group of some ranks"
-        return last_of(hooks_of_all_steps(view), note)
-    of_step = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
-    wrapped = of_step.places(Kind.WRAP) or view.observed.calls.backwards
-    made = first_of(of_step.places(Kind.NEW_GROUP), is_fault=False)
+        return last_of(calls.places(Kind.HOOK), note)
+    wrapped = calls.places(Kind.WRAP) or view.observed.calls.backwards
+    made = first_of(calls.places(Kind.NEW_GROUP), is_fault=False)
     return [*made, *last_of(wrapped, "DDP reduces in a group of some ranks")]
 
 
@@ -131,13 +129,13 @@ def _hook_has_the_group(view: View) -> bool:
     """True if DDP itself has all ranks, and was given a communication hook."""
     sizes = [wrapper.logged.get("world_size") for wrapper in view.observed.wrappers]
     has_all = bool(sizes) and all(size == view.world_size for size in sizes)
-    return has_all and bool(hooks_of_all_steps(view))
+    return has_all and bool(view.observed.calls_of_all_steps.places(Kind.HOOK))
 
 
 def _mend_groups(view: View) -> str:
     if _hook_has_the_group(view):
         return f"let the communication hook reduce over all {view.world_size} ranks."
-    if not view.observed.calls.reductions:
+    if not view.observed.calls.reductions and view.observed.wrappers:
         return "give DistributedDataParallel no process_group, or one of all ranks."
     return f"all_reduce over all {view.world_size} ranks, and divide by {view.world_size}."
 
@@ -160,14 +158,6 @@ def _seen_in_some(view: View) -> Indication | None:
     if groups and groups != tuple(sorted(view.setting.ranks_by_node)):
         return Indication(False, f"DDP reduced in {groups_text(groups)}, which are not the nodes")
     return Indication(True, "gradients were reduced in groups of some ranks, and not among all")
-
-
-def _mend_nodes(view: View) -> str:
-    if _hook_has_the_group(view):
-        return f"let the communication hook reduce over all {view.world_size} ranks."
-    if view.observed.wrappers:
-        return "give DistributedDataParallel no process_group, or reduce between the nodes too."
-    return f"reduce between the {view.setting.layout.nodes} nodes too, and divide by all ranks."
 
 
 # The gradients of some ranks are missing from those of all others.
@@ -389,7 +379,7 @@ def _lines_that_add_again(view: View) -> Sequence[PointedLine]:
     note = f"all_reduces {names} {times} times"
     listed = chosen(gone_through(run_lines(view, again.ranks[0]), way_to(view, again.first)))
     lists = [PointedLine(listed.line, "makes what the loop goes through")] if listed else []
-    return [*lines_that_put_into(view, again), again.pointed(note, is_fault=True), *lists]
+    return [again.pointed(note, is_fault=True), *lists]
 
 
 def _mend_again(view: View) -> str:
@@ -442,7 +432,7 @@ SEPARATE_GROUPS = (
         held=_in_nodes,
         indication=_seen_in_some,
         lines=_lines_of_wrapper,
-        mend=_mend_nodes,
+        mend=_mend_groups,
     ),
 )
 

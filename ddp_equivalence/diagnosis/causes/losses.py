@@ -11,8 +11,7 @@ import torch
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.divisors import (
     ClassWeights,
-    Count,
-    RatioOfCounts,
+    WrongCount,
     class_weights,
     counts_by_rank,
     counts_that_fit,
@@ -131,15 +130,6 @@ def _uneven_micro_batches(view: View) -> tuple[int, ...]:
     return sizes if len(set(sizes)) > 1 else ()
 
 
-def _words_of_uneven(view: View) -> Words | None:
-    if not _uneven_micro_batches(view):
-        return None
-    return Words(
-        "The micro-batches have different numbers of examples, and their means count equally.",
-        "uneven micro-batches count equally",
-    )
-
-
 def _lines_of_uneven(view: View) -> Sequence[PointedLine]:
     sizes = _uneven_micro_batches(view)
     if sizes:
@@ -195,18 +185,6 @@ def _of_micro_batches(view: View) -> bool:
     """True if the counts of micro-batches differ, and not only those of whole ranks."""
     several = any(len(parts) > 1 for parts in view.parts.by_rank or ())
     return several and nearest_mean(view) is not Over.WINDOW
-
-
-def _words_of_counts(view: View) -> Words | None:
-    if not _of_micro_batches(view):
-        return None
-    on_all = nearest_mean(view) is Over.ALL_RANKS
-    whose = "its count on all ranks" if on_all else "its own count"
-    return Words(
-        f"Each micro-batch's loss divides by {whose} (tokens, weights, positives), and these means "
-        "count equally.",
-        "means of unequal micro-batches weigh equally",
-    )
 
 
 def _lines_of_counts(view: View) -> Sequence[PointedLine]:
@@ -304,7 +282,7 @@ def _mend_nodes(view: View) -> str:
 # The loss divides by another count of the batch than the loss of the big batch.
 
 
-def _ratios(view: View) -> list[RatioOfCounts]:
+def _ratios(view: View) -> list[WrongCount]:
     """The ratios that the gradients have, without those that may be a number that somebody wrote.
 
     0.5, 3 and 0.94 are ratios of two counts of many a batch. They need a division that was seen.
@@ -312,7 +290,7 @@ def _ratios(view: View) -> list[RatioOfCounts]:
     return [
         one
         for one in ratio_of_counts(view)
-        if not _has_few_digits(one.factor) or _divided_by(view, one.wrong)
+        if not _has_few_digits(one.factor) or _divided_by(view, one)
     ]
 
 
@@ -322,13 +300,13 @@ def _has_few_digits(factor: float) -> bool:
     )
 
 
-def _divided_by(view: View, wrong: Count) -> float | None:
+def _divided_by(view: View, wrong: WrongCount) -> float | None:
     """The number that gradients, or a loss that the rank had before, were seen to be divided by.
 
     It is the count itself, or the equal part of it that each of several ranks has. A rank that
     divides by its own right count has another cause.
     """
-    count = wrong.value
+    count = wrong.counts[0]
     calls = [call for rank in view.observed.by_rank for call in view.observed.calls.of(rank)]
     if any(isclose((one.factor or 0.0) * count, 1.0, rel_tol=LOSS_ROUNDING) for one in calls):
         return count
@@ -352,9 +330,9 @@ def _division_seen(view: View) -> Indication | None:
     """Looks for the division itself, or else for losses that have the factor already."""
     ratios = _ratios(view)
     for one in ratios:
-        seen = _divided_by(view, one.wrong)
+        seen = _divided_by(view, one)
         if seen is not None:
-            part = "" if seen == one.wrong.value else ", the part of one rank,"
+            part = "" if seen == one.counts[0] else ", the part of one rank,"
             return Indication(True, f"a division by {text_of(seen, '.6g')}{part} was seen")
     common = common_loss_factor(view)
     for one in ratios:
@@ -364,8 +342,8 @@ def _division_seen(view: View) -> Indication | None:
     return None
 
 
-def _wrong_and_right(ratio: RatioOfCounts) -> tuple[str, str]:
-    return text_of(ratio.wrong.value, ".6g"), text_of(ratio.right.value, ".6g")
+def _wrong_and_right(ratio: WrongCount) -> tuple[str, str]:
+    return text_of(ratio.counts[0], ".6g"), text_of(ratio.total, ".6g")
 
 
 def _words_of_ratio(view: View) -> Words | None:
@@ -387,7 +365,7 @@ def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
     note = f"as if divided by the rank's {own[0].unit}" if own else ""
     if ratios:
         note = "as if divided by {}; the right count is {}".format(*_wrong_and_right(ratios[0]))
-    found = (line_that_scales_gradients(view, 1 / one.wrong.value) for one in ratios)
+    found = (line_that_scales_gradients(view, 1 / one.counts[0]) for one in ratios)
     scaled = next(filter(None, found), None) or line_of_loss(view, note, True)
     if scaled is None:
         return ()
@@ -404,7 +382,7 @@ def _mend_another_count(view: View) -> str:
     ratios, own = _ratios(view), counts_by_rank(view)
     if ratios:
         wrong, right = _wrong_and_right(ratios[0])
-        return f"divide by {right} ({ratios[0].right.unit}), not by {wrong}."
+        return f"divide by {right} ({ratios[0].right_unit}), not by {wrong}."
     if not own:
         return "divide by what the loss of the big batch divides by."
     total = text_of(own[0].total, ".6g")
@@ -611,23 +589,23 @@ def _mend_gather(view: View) -> str:
 UNEQUAL_MEANS = (
     Hypothesis(
         name="uneven_shards_weighted_equally",
-        sentence="The ranks have different numbers of examples, and their means count equally.",
+        sentence="Ranks, or their micro-batches, have different numbers of examples, and their "
+        "means count equally.",
         look_at="the divisor of the loss: divide the summed loss by the number of examples on all "
         "ranks; under DDP, also multiply it by the world size",
-        headline="uneven shards count equally",
+        headline="uneven parts count equally",
         tell_apart="Give all ranks equally many examples: only this difference then goes away.",
         held=lambda view: _mean_of_means(view) if is_mean_over_examples(view) else (),
         lines=_lines_of_uneven,
         mend=_mend_uneven,
-        words=_words_of_uneven,
         limits_must_catch=True,
         of_the_loss=True,
         wrong_divisor=True,
     ),
     Hypothesis(
         name="token_counts_weighted_equally",
-        sentence="Every rank's loss divides by the rank's own count (tokens, weights, positives), "
-        "and these means count equally.",
+        sentence="Every loss divides by the count of its own part of the batch (tokens, weights, "
+        "positives), and these means count equally.",
         look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by "
         "world size / count",
         headline="means over unequal counts weigh equally",
@@ -635,7 +613,6 @@ UNEQUAL_MEANS = (
         held=_of_counts,
         lines=_lines_of_counts,
         mend=mend_counts,
-        words=_words_of_counts,
         limits_must_catch=True,
         of_the_loss=True,
         wrong_divisor=True,

@@ -15,7 +15,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
     Prediction,
-    Words,
     on_every_rank,
 )
 from ddp_equivalence.diagnosis.lines.of_loss import (
@@ -289,11 +288,6 @@ def _lines_of_buffers(view: View) -> Sequence[PointedLine]:
     ]
 
 
-BATCH_NORM = (
-    "Batch norm normalises with the statistics of each rank's shard or micro-batch. This is a "
-    "property of the model, not a fault of the reduction."
-)
-
 OTHER_DRAWS = Hypothesis(
     name="dropout_differs_from_reference",
     sentence="The forward pass draws random numbers (dropout, noise), and draws others for a shard "
@@ -326,21 +320,14 @@ SAME_DRAWS = Hypothesis(
 CAUSES = (
     Hypothesis(
         name="batch_norm_local_statistics",
-        sentence=BATCH_NORM,
+        sentence="Batch norm normalises with the statistics of each rank's shard or micro-batch. "
+        "This is a property of the model, not a fault of the reduction.",
         look_at="the batch norm: use SyncBatchNorm, or a normalisation of each example by itself",
-        headline="batch norm uses each rank's own statistics",
+        headline="batch norm uses each part's own statistics",
         tell_apart="Put the model in eval mode: this difference then goes away.",
         held=_with_local_statistics,
         lines=lambda view: module_lines(
-            view,
-            BATCH_NORMS,
-            "normalises over the examples of one "
-            + ("rank" if view.world_size > 1 else "micro-batch"),
-        ),
-        words=lambda view: (
-            None
-            if view.world_size > 1
-            else Words(BATCH_NORM, "batch norm uses each micro-batch's own statistics")
+            view, BATCH_NORMS, "normalises over the examples of one rank or micro-batch"
         ),
         mend="none is needed; use SyncBatchNorm (on GPUs), or compare in eval mode.",
         limits_must_catch=True,

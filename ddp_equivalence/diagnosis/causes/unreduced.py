@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
@@ -18,10 +19,8 @@ from ddp_equivalence.diagnosis.lines.of_groups import (
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_no_sync,
-    lines_past_the_wrapper,
     lines_that_keep_from_reducing,
     lines_that_left_out,
-    lines_that_return_before,
 )
 from ddp_equivalence.diagnosis.lines.origins import given_at
 from ddp_equivalence.diagnosis.lines.source import arguments_of, last_name
@@ -32,7 +31,7 @@ from ddp_equivalence.diagnosis.reduced import (
     with_reduced_gradients,
 )
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.setting import REDUCING, CallSite, PointedLine, StepCalls
+from ddp_equivalence.diagnosis.setting import REDUCING, CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 from ddp_equivalence.measurement.observation import Observation
@@ -140,7 +139,7 @@ def _lines_past_the_wrapper(view: View) -> Sequence[PointedLine]:
         for place in direct[:1]
     ]
     made = last_of(wrapped, "the wrapper is made", is_fault=False)
-    return in_order(view, *made, *(called or lines_past_the_wrapper(view)))
+    return in_order(view, *made, *called)
 
 
 def _synchronised(view: View) -> Indication | None:
@@ -474,7 +473,6 @@ def _lines_of_others(view: View) -> Sequence[PointedLine]:
     kept_out = [replace(one, is_fault=True) for one in _lines_that_keep_out(view)]
     for last in reversed([one for one in calls.reductions if not differing & set(one.names)]):
         decided = lines_that_left_out(view, last)
-        decided = decided or lines_that_return_before(view, last.line.function)
         note = f"reduces {counted(len(last.names), 'gradient')}, not that of {_left_out(view)}"
         shown = decided[:1] if kept_out else decided
         return [*kept_out[:1], *shown, last.pointed(note, is_fault=True)]
@@ -587,14 +585,17 @@ def _other_graph(view: View) -> Indication | None:
 
 def _lines_of_graph(view: View) -> Sequence[PointedLine]:
     """Where DDP was made, and the backward in which it reduced nothing."""
-    of_all_steps = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
     setting = "static_graph=True" if _is_static(view) else "find_unused_parameters=False"
     note = f"in step {view.setting.step + 1} it reduces nothing of {_shown(_unused_now(view))}"
     return [
-        *last_of(of_all_steps.places(Kind.WRAP), f"made with {setting}"),
+        *last_of(view.observed.calls_of_all_steps.places(Kind.WRAP), f"made with {setting}"),
         *first_of(view.observed.calls.backwards, note, is_fault=False),
     ]
 
+
+_unreduced = partial(
+    Hypothesis, tell_apart=BY_CALLS, applies=where_all_report, held=_all_kept_local
+)
 
 NO_GRADIENT_REDUCED = (
     Hypothesis(
@@ -611,70 +612,55 @@ NO_GRADIENT_REDUCED = (
         lines=_lines_of_copies,
         mend=_mend_copies,
     ),
-    Hypothesis(
+    _unreduced(
         name="no_all_reduce",
         sentence="No gradient was reduced: every rank holds the gradient of its own shard.",
         look_at="the call of the wrapper (ddp(...), not ddp.module(...)), no_sync, and whether the "
         "wrapper is still alive when backward runs",
         headline="gradients are never reduced",
-        tell_apart=BY_CALLS,
-        applies=where_all_report,
-        held=_all_kept_local,
         indication=_nothing_reduced,
         lines=_lines_that_reduce_nothing,
         mend=_mend_nothing_reduced,
         limits_must_catch=True,
     ),
-    Hypothesis(
+    _unreduced(
         name="raw_module_called",
         sentence="The model was called directly, not through its DistributedDataParallel, whose "
         "hooks then never fire.",
         look_at="the forward pass: call ddp(...), not ddp.module(...) or the model that was "
         "wrapped",
         headline="the module is called, not its wrapper",
-        tell_apart=BY_CALLS,
-        applies=where_all_report,
-        held=_all_kept_local,
         indication=_wrapper_called,
         lines=_lines_past_the_wrapper,
         mend="call the DistributedDataParallel in the forward pass, not the module that it wraps.",
     ),
-    Hypothesis(
+    _unreduced(
         name="no_sync_left_on",
         sentence="DistributedDataParallel was told not to synchronise in any forward pass, so "
         "nothing was reduced.",
         look_at="no_sync() that also encloses the last micro-batch, or require_backward_grad_sync "
         "left at False: DDP reads this flag in the forward pass, not in the backward",
         headline="synchronisation stays off in every forward",
-        tell_apart=BY_CALLS,
-        applies=where_all_report,
-        held=_all_kept_local,
         indication=_synchronised,
         lines=_lines_of_no_sync,
         mend=_mend_no_sync,
     ),
-    Hypothesis(
+    _unreduced(
         name="wrapper_dropped",
         sentence="The DistributedDataParallel was freed before backward, so nothing was reduced.",
         look_at="the variable that holds the wrapper: it must live until backward has ended, and "
         "loss(DDP(model), ...) has none",
         headline="the wrapper is freed before backward",
-        tell_apart=BY_CALLS,
-        applies=where_all_report,
-        held=_all_kept_local,
         indication=_wrapper_gone,
         lines=_lines_of_dropped_wrapper,
         mend="keep the DistributedDataParallel in a variable that lives until backward has ended.",
     ),
-    Hypothesis(
+    _unreduced(
         name="parameters_reduced_not_gradients",
         sentence="Parameters were all-reduced where gradients were meant: every rank holds the "
         "gradient of its own shard.",
         look_at="what is given to all_reduce: parameter.grad, not parameter or parameter.data",
         headline="parameters are all-reduced, not gradients",
-        tell_apart=BY_CALLS,
-        applies=where_all_report,
-        held=_all_kept_local,
         indication=_parameters_reduced,
         lines=_lines_of_parameters,
         mend="all_reduce parameter.grad, not parameter, and divide it by {ranks}.",

@@ -28,7 +28,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
 from ddp_equivalence.diagnosis.lines.decisions import at_meeting
 from ddp_equivalence.diagnosis.lines.of_gradients import (
     backward_count,
-    lines_of_partial_clears,
     lines_that_clear,
 )
 from ddp_equivalence.diagnosis.lines.of_groups import sharded_names
@@ -531,13 +530,8 @@ def _lines_of_stale(view: View) -> Sequence[PointedLine]:
     """The line after which nothing clears the gradients, and the backward that adds to them."""
     calls, count = view.observed.calls, backward_count(view)
     if not _is_within_a_step(view):
-        clearing = _clears_too_little(view)
-        note = "adds to gradients that were there already"
-        return in_order(view, *clearing, *first_of(calls.backwards, note, is_fault=not clearing))
+        return first_of(calls.backwards, "adds to gradients that were there already")
     places = calls.backwards
-    partly = lines_of_partial_clears(view)
-    if partly:
-        return [*partly, *last_of(places, "adds to what was not cleared", is_fault=False)]
     note = "leaves its gradients" + ("" if lines_that_clear(view) else "; nothing clears them")
     leaves = places[0].pointed(note, True, "zero_grad()")
     adds = places[-1].pointed("adds to them")
@@ -553,24 +547,11 @@ def _is_within_a_step(view: View) -> bool:
     return view.setting.step == 0 and backward_count(view) > 1
 
 
-def _clears_too_little(view: View) -> list[PointedLine]:
-    """The last call of zero_grad before backward, if it did not clear every gradient."""
-    calls = view.observed.calls
-    first = min((call.backwards for call in calls.of(0) if call.kind is Kind.BACKWARD), default=0)
-    asked = calls.places(Kind.ZERO_GRAD, where=lambda call: call.backwards == first)
-    cleared = calls.changes(lambda call: call.clears)
-    total = len(view.parameters.sample.sizes)
-    count = sum(len(place.names) for place in cleared if asked and place.line == asked[-1].line)
-    return last_of(asked, f"clears {count} of {total} gradients") if count < total else []
-
-
 def _mend_stale(view: View) -> str:
     if not _is_within_a_step(view):
         return (
             "clear the gradients of all parameters (zero_grad) before the first backward of a step."
         )
-    if lines_of_partial_clears(view):
-        return "clear the gradients of all parameters there, not only of some."
     return "clear the gradients (zero_grad) between these two backward passes."
 
 

@@ -11,7 +11,6 @@ from typing import Literal
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.lines.origins import Origin, Origins
 from ddp_equivalence.diagnosis.lines.source import (
-    LOOPS,
     RunLines,
     SourceLine,
     leaving,
@@ -106,39 +105,15 @@ def _ways_out(run: RunLines, place: SourceLine) -> Iterator[Decision]:
     """The statements that left the loops around a line, or skipped the rest of a pass."""
     for loop in place.loops:
         for node in leaving(loop):
-            if run.count(place, node) and not _is_on_one_line(loop, node):
+            if run.count(place, node):
                 word = "returns" if isinstance(node, ast.Return) else "breaks"
-                passes = run.exact_count(place, loop)
-                begun = _beginnings(run, place)
-                seen = f", in pass {passes} of it" if begun == 1 and passes else ""
-                note = f"{word} from inside the loop of line {loop.lineno}{seen}"
+                note = f"{word} from inside the loop of line {loop.lineno}"
                 yield Decision(place.line(node), "left", note)
         for node in skipping(loop):
             times = run.exact_count(place, node)
             if times and node.lineno < place.statement.lineno:
                 passed = "a pass" if times == 1 else f"{times} passes"
                 yield Decision(place.line(node), "skipped", f"ends {passed} of the loop here")
-
-
-def _is_on_one_line(loop: ast.stmt, node: ast.stmt) -> bool:
-    """True if a condition stands on the line of the statement, which may then not have run."""
-    return any(
-        isinstance(parent, ast.stmt) and parent.lineno == node.lineno
-        for parent in ast.walk(loop)
-        if any(child is node for child in ast.iter_child_nodes(parent))
-    )
-
-
-def _beginnings(run: RunLines, place: SourceLine) -> int:
-    """How often the function of this place began, as far as its first line shows; 0 if unknown."""
-    body = [
-        one
-        for one in (place.function.body if place.function is not None else ())
-        if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
-    ]
-    if body and isinstance(body[0], LOOPS):
-        return 1 if run.exact_count(place, body[0]) == 1 else 0
-    return run.times_begun(place, body) or 0
 
 
 # The two lines of one function that led to two calls, where their order is the fault.

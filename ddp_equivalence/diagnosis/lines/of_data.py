@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ddp_equivalence.diagnosis.examples_read import (
-    compact_numbers,
     example_numbers,
     read_by_no_rank,
     read_more_than_once,
@@ -55,35 +54,12 @@ def read_at(view: View, place: CallSite, rank: int) -> list[int]:
     return [one - first for call in place.by_rank.get(rank, ()) for one in call.examples]
 
 
-def padding_of(place: CallSite) -> int:
-    """By how many examples the samplers of this line pad the data set; 0 if they do not."""
-    length, ranks = int(place.first.value or 0), replicas_of(place)
-    return -length % ranks if ranks and not number_of(place, "drop_last") else 0
-
-
-def dropped_by(place: CallSite) -> int:
-    """How many examples the samplers of this line leave out of the data set."""
-    length, ranks = int(place.first.value or 0), replicas_of(place)
-    return length % ranks if ranks and number_of(place, "drop_last") else 0
-
-
-def last_batch_of(view: View, place: CallSite) -> int:
-    """How many examples the loaders of this line leave out, since they do not fill a batch.
-
-    0 if that is not known.
-    """
-    length, size = int(place.first.value or 0), number_of(place, "batch_size")
-    if not number_of(place, "drop_last") or not size or place.first.made_at is not None:
+def left_over(place: CallSite, drops: bool) -> int:
+    """How many examples the samplers of this line drop, or pad the data set by, to share it."""
+    length, ranks = int(place.first.value or 0), number_of(place, "num_replicas")
+    if not ranks or bool(number_of(place, "drop_last")) is not drops:
         return 0
-    for sampler in samplers(view)[-1:]:
-        whole = length + padding_of(sampler) - dropped_by(sampler)
-        length = whole // max(1, replicas_of(sampler))
-    return length % size
-
-
-def replicas_of(place: CallSite) -> int:
-    """The number of ranks that the samplers of this line were given; 0 if it is not known."""
-    return number_of(place, "num_replicas")
+    return length % ranks if drops else -length % ranks
 
 
 def number_of(place: CallSite, argument: str) -> int:
@@ -99,7 +75,7 @@ def what_was_read(view: View, place: CallSite, ranks: Sequence[int] = ()) -> str
     readers = [rank for rank in place.ranks if rank in (ranks or place.ranks)]
     read = [sorted(set(read_at(view, place, rank))) for rank in readers[:MOST_READERS]]
     shown = [
-        f"rank {rank} reads {compact_numbers(examples)}"
+        f"rank {rank} reads {short_numbers(examples)}"
         for rank, examples in zip(readers, read, strict=False)
     ]
     return "; ".join([*shown, *(["..."] if readers[MOST_READERS:] else [])]) if all(read) else ""
@@ -289,7 +265,7 @@ def lines_of_wrong_samplers(view: View) -> list[PointedLine]:
     """
     found: list[PointedLine] = []
     for place in samplers(view):
-        replicas = replicas_of(place)
+        replicas = number_of(place, "num_replicas")
         argument, note = "", ""
         if replicas and replicas != view.world_size:
             argument = "num_replicas"

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.lines.decisions import where_they_part
-from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
-from ddp_equivalence.diagnosis.lines.origins import lines_behind
-from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import first_of, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -47,40 +44,6 @@ def lines_that_clear(view: View) -> list[CallSite]:
     if cleared or asked:
         return [*asked, *cleared]
     return calls.changes(lambda call: between(call) and call.rewrites)
-
-
-# The lines between two backward passes that clear some gradients, and not those that need it.
-
-
-def lines_of_partial_clears(view: View) -> list[PointedLine]:
-    """The last such line, and what chose the gradients that it clears; [] if there is none.
-
-    Gradients that differ were not cleared, while others were.
-    """
-    places = [place for place in lines_that_clear(view) if _cleared_at(place)]
-    cleared = {name for place in places for name in _cleared_at(place)}
-    left = sorted(view.measured.differing - cleared)
-    if not places or not left or not view.measured.differing:
-        return []
-    place = places[-1]
-    count, total = len(_cleared_at(place)), len(view.parameters.names)
-    others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    note = f"clears {count} of {total} gradients, not that of {left[0]}{others}"
-    decided = lines_that_left_out(view, place)
-    if not decided:
-        run = run_lines(view, place.ranks[0])
-        decided = lines_behind(run, place.line, 1)
-    return [
-        *(one for one in decided if one.line != place.line),
-        place.pointed(note, is_fault=True),
-    ]
-
-
-def _cleared_at(place: CallSite) -> set[str]:
-    """The gradients that were seen to be cleared at this place."""
-    return {
-        name for call in place.calls if call.change and call.clears for name in call.change.names
-    }
 
 
 # The lines where the gradients of some ranks are lost.

@@ -13,7 +13,7 @@ from ddp_equivalence.diagnosis.lines.origins import (
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, names_text
 from ddp_equivalence.diagnosis.reduced import groups_text
-from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, StepCalls
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 
@@ -23,17 +23,13 @@ OF_THE_GROUP = ("mesh", "device_mesh", "process_group")
 """The arguments that say among which ranks a wrapper reduces."""
 
 
-def _of_all_steps(view: View) -> StepCalls:
-    return StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
-
-
 def in_small_groups(view: View) -> list[CallSite]:
     """The lines that gave parameters to a wrapper or to FSDP, with a group of only some ranks."""
 
     def is_small(call: Call) -> bool:
         return bool(call.names) and 0 < len(call.ranks) < view.world_size
 
-    return _of_all_steps(view).places(Kind.SHARDING, Kind.WRAP, where=is_small)
+    return view.observed.calls_of_all_steps.places(Kind.SHARDING, Kind.WRAP, where=is_small)
 
 
 def names_in_small_groups(view: View) -> set[str]:
@@ -45,7 +41,7 @@ def sharded_names(view: View) -> set[str]:
     """The parameters that were given to FSDP, which reduces their gradients; not those that it was
     told to ignore.
     """
-    return _names(_of_all_steps(view).places(Kind.SHARDING))
+    return _names(view.observed.calls_of_all_steps.places(Kind.SHARDING))
 
 
 def _names(places: Sequence[CallSite]) -> set[str]:
@@ -57,7 +53,7 @@ def lines_of_sharding(view: View) -> list[PointedLine]:
     """The lines that gave parameters to FSDP, the last one first."""
     return [
         place.pointed(f"{place.first.what} is given {counted(len(place.names), 'parameter')}")
-        for place in reversed(_of_all_steps(view).places(Kind.SHARDING))
+        for place in reversed(view.observed.calls_of_all_steps.places(Kind.SHARDING))
     ]
 
 
@@ -86,11 +82,6 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
 
 
 # The lines that made the numbers by which a communication hook divides.
-
-
-def hooks_of_all_steps(view: View) -> list[CallSite]:
-    """The lines that gave DDP a communication hook, in this step or before."""
-    return _of_all_steps(view).places(Kind.HOOK)
 
 
 def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:

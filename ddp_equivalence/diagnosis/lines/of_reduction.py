@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions
 from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.origins import (
     Origin,
-    Origins,
     chosen,
     divisors,
     gone_through,
@@ -23,8 +22,6 @@ from ddp_equivalence.diagnosis.lines.source import (
     RunLines,
     SourceLine,
     called_name,
-    inside,
-    line_in_function,
     place_at,
     place_of,
     run_lines,
@@ -197,25 +194,6 @@ def lines_that_made(
     return [PointedLine(made.line, note, is_fault)]
 
 
-def lines_that_put_into(view: View, place: CallSite) -> list[PointedLine]:
-    """The condition under which things are put into what the loop around a collective goes through;
-    without a condition, the line that puts them there. Empty if several lines do.
-    """
-    run = run_lines(view, place.ranks[0])
-    places = [at for line in way_to(view, place.first) if (at := place_at(line)) is not None]
-    for at, loop in [(around, loop) for around in places for loop in around.loops][:1]:
-        given = Origins(run).of(Origin(at, loop.iter)) if isinstance(loop, ast.For) else []
-        filling = [one for one in given if one.fills]
-        for one in filling if len(filling) == 1 else ():
-            times = run.times.get(one.line, 0)
-            note = f"let line {one.line.number} put something into {one.name} {times} times"
-            decided = [
-                PointedLine(one.place.line(if_.test), note, True) for if_ in one.place.conditions
-            ]
-            return decided[:1] or [PointedLine(one.line, f"fills {one.name} {times} times", True)]
-    return []
-
-
 def lines_of_no_sync(view: View) -> list[PointedLine]:
     """The line that decided that ``no_sync`` is entered, or else the line that enters it."""
     for place in view.observed.calls.places(Kind.NO_SYNC)[-1:]:
@@ -313,11 +291,6 @@ def _kept_from(run: RunLines, one: _Unreached, up: int) -> list[PointedLine]:
             continue
         if not run.last_of(place, body) and run.count(place, node):
             return _not_gone_on(run, one, node, around.branch)
-    for node in _returns_above(place):
-        above = place_of(place.file, node.lineno)
-        if above is not None and above.statement is node and run.count(place, node):
-            note = f"returns before line {one.line.number}"
-            return [PointedLine(place.line(node), note, True)]
     return []
 
 
@@ -340,54 +313,3 @@ def _not_gone_on(run: RunLines, one: _Unreached, node: ast.stmt, branch: str) ->
         note = f"always {truth}, {after}"
         return [*line_of_compared(run, node.test, line), PointedLine(line, note, True)]
     return []
-
-
-def _returns_above(place: SourceLine) -> Iterator[ast.Return]:
-    """The statements above a line that return from its function."""
-    for node in inside(place.function) if place.function is not None else ():
-        if isinstance(node, ast.Return) and node.lineno < place.statement.lineno:
-            yield node
-
-
-def lines_that_return_before(view: View, function: str) -> list[PointedLine]:
-    """A ``return`` that ran after backward began, above a call of this function."""
-    run = run_lines(view)
-    for call in _calls_of(run, function):
-        for line in map(call.place.line, _returns_above(call.place)):
-            if run.last.get(line, 0) > run.begun:
-                times = "once" if run.times[line] == 1 else f"{run.times[line]} times"
-                note = f"returned {times}, before line {call.line.number} calls {function}()"
-                return [PointedLine(line, note, True)]
-    return []
-
-
-# The lines that call a method of the module inside a wrapper, past the wrapper's own forward.
-
-NOT_A_FORWARD = frozenset(
-    {"parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules"}
-    | {"state_dict", "load_state_dict", "train", "eval", "zero_grad", "children", "to"}
-    | {"requires_grad_", "apply", "named_children", "register_buffer", "get_submodule"}
-)
-"""Methods of a module that compute nothing."""
-
-
-def lines_past_the_wrapper(view: View) -> list[PointedLine]:
-    """The lines that have run and call ``ddp.module(...)`` or ``ddp.module.method(...)``."""
-    run = run_lines(view)
-    found: dict[CodeLine, PointedLine] = {}
-    for file, node in run.nodes():
-        function = node.func if isinstance(node, ast.Call) else None
-        if not _is_past_a_wrapper(function):
-            continue
-        line = line_in_function(file, function.lineno)
-        if line is not None and run.times.get(line):
-            note = f"calls {ast.unparse(function)}, which DDP does not see"
-            found[line] = PointedLine(line, note, is_fault=True)
-    return list(found.values())
-
-
-def _is_past_a_wrapper(function: ast.expr | None) -> TypeGuard[ast.Attribute]:
-    if not isinstance(function, ast.Attribute):
-        return False
-    is_of_the_module = isinstance(function.value, ast.Attribute) and function.value.attr == "module"
-    return function.attr == "module" or (is_of_the_module and function.attr not in NOT_A_FORWARD)

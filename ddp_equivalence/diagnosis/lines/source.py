@@ -207,12 +207,6 @@ def arguments_of(function: Function, keyword_only: bool = True) -> list[str]:
     return [one.arg for one in (*of.posonlyargs, *of.args, *more)]
 
 
-def line_in_function(file: str, number: int) -> CodeLine | None:
-    """The line with the name of the function that it stands in; None if the file is not read."""
-    place = place_of(file, number)
-    return None if place is None else replace(place.line(place.statement), number=number)
-
-
 # Which lines of the user's code a rank has run, how often, and in which order.
 
 

@@ -41,26 +41,6 @@ def small_ones_are_skipped(model: Any, batch: Batch, rank: Any) -> None:
         average(parameter, rank.world_size)
 
 
-class Switched:
-    """Reduces only if it is switched on."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.enabled = model, False
-
-    def reduce(self, world_size: int) -> None:
-        if not self.enabled:
-            return  # fault
-        for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= world_size
-
-
-def switched_off(model: Any, batch: Batch, rank: Any) -> None:
-    switched = Switched(model)
-    mean_squares(model, batch).backward()
-    switched.reduce(rank.world_size)
-
-
 def context_with_a_name(model: Any, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     halves = list(zip(*(leaf.chunk(2) for leaf in batch.values()), strict=True))

@@ -89,16 +89,3 @@ def divided_once_more_by_a_helper(model: nn.Module, rows: Rows, rank: Rank) -> N
     mean_loss(model, rows).backward()
     average(model)
     divide_all(model)  # the call
-
-
-def probe(model: nn.Module, rows: Rows) -> None:
-    mean_loss(model, rows).backward()
-
-
-def cleared_where_large(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    probe(model, rows)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:  # the fault
-            parameter.grad = None
-    mean_loss(model, rows).backward()
-    average(model)

@@ -231,13 +231,6 @@ def test_the_call_of_a_helper_that_divides_once_more_is_shown() -> None:
     assert "runs once, and leads to line" in marked(verdict, "# the call")[0].note
 
 
-def test_a_clear_of_some_gradients_only_is_shown() -> None:
-    verdict = judged(steps.cleared_where_large)
-    assert verdict.cause == "stale_gradient_added", verdict
-    assert "true 3 of 6 times" in note_of_the_fault(verdict)
-    assert "missing" not in str(verdict)
-
-
 def reduce(model: Any, wait: bool) -> None:
     handles = []
     for parameter in model.parameters():

@@ -45,7 +45,6 @@ def distance_to_the_fault(numbers: list[int], step: Step) -> int:
     [
         (FOUR, steps.budget_is_used_up, "breaks from inside the loop of line"),
         (FOUR, steps.small_ones_are_skipped, "ends 2 passes of the loop here"),
-        (FOUR, steps.switched_off, "returns before line"),
         (FOUR, steps.context_with_a_name, "chooses whether DDP synchronises"),
         (FOUR, steps.only_the_first_three, "gives parameters, of which line"),
         (TEN, steps.order_is_cut, "order lacks examples 8, 9"),

@@ -213,14 +213,8 @@ DEALT = case()
 ON_NODES = case("2x2", shards="own")
 
 FAULTS = [
-    (
-        no_sampler,
-        OWN,
-        "every_rank_same_data",
-        "all 4 ranks read",
-        "with num_replicas=4 and its rank.",
-    ),
-    (sampler_of_rank_0, OWN, "every_rank_same_data", "all 4 ranks read", "number of its own rank."),
+    (no_sampler, OWN, "every_rank_same_data", "all 4 ranks read", "num_replicas=4 and its own"),
+    (sampler_of_rank_0, OWN, "every_rank_same_data", "all 4 ranks read", "num_replicas=4 and"),
     (
         sampler_that_pads,
         OWN_TEN,

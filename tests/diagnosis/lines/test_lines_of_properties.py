@@ -165,8 +165,8 @@ PROPERTIES = [
         one_pass,
         "batch_norm_local_statistics",
         "hidden = self.norm(hidden)",
-        "BatchNorm1d norm normalises over the examples of one rank: a property of the model, no "
-        "fault",
+        "BatchNorm1d norm normalises over the examples of one rank or micro-batch: a property of "
+        "the model, no fault",
         "none is needed; use SyncBatchNorm (on GPUs), or compare in eval mode.",
     ),
     (

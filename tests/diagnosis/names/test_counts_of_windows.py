@@ -127,7 +127,7 @@ def by_four_times_the_last(model: nn.Module, shard: Any, rank: Rank) -> None:
     [
         (by_all_labels, f"by {EXAMPLES * TOKENS}, elements of labels, instead of {VALID}, "),
         (by_labels_of_the_rank_after_the_first, "divided by 16, 14 (by rank), "),
-        (by_four_times_the_last, "last micro-batch, times 4 micro-batches; the big batch divides "),
+        (by_four_times_the_last, "last micro-batch, times 4 micro-batches, instead of 46, "),
     ],
 )
 def test_another_count_is_named_with_both_counts(step: Step, detail: str) -> None:

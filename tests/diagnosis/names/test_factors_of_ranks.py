@@ -176,7 +176,7 @@ def test_where_one_rank_cannot_run_it_is_said_what_was_divided_and_not_why() -> 
     verdict = check(case(), needs_its_ranks)
     assert verdict.causes == ("averaged_twice",), verdict
     finding = first_finding(verdict)
-    assert finding.headline == "DDP averages, and the loss is divided by 2"
+    assert finding.headline == "gradients are divided by 2 once too often"
     assert "It was not seen whether this 2 is the number of ranks." in finding.sentence
     assert faulty_lines(verdict) == ["loss = 0.5 * squares(ddp, shard)  # the factor"]
 

@@ -49,4 +49,4 @@ def test_on_one_rank_batch_norm_is_the_only_name_for_its_micro_batches() -> None
     verdict = check(case("1x1", model=test_reductions.normalised), test_reductions.in_two_halves)
     accepted = {cause for one in verdict.findings if one.accepted for cause in one.causes}
     assert accepted == {"batch_norm_local_statistics"}, verdict
-    assert "each micro-batch's own statistics" in " ".join(str(verdict).split())
+    assert "each part's own statistics" in " ".join(str(verdict).split())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
+from ddp_equivalence.diagnosis.rows_read import ExamplesRead, examples_read
 from ddp_equivalence.measurement.observation import (
     Backward,
     Forward,
@@ -171,7 +171,7 @@ def test_equal_examples_are_shared_among_ranks() -> None:
 
 def test_rows_that_are_equal_in_examples_with_other_targets_are_not_assigned() -> None:
     rank = seen(RowsRead(((0, 1),)))
-    assert examples_read({0: rank, 1: rank}, 0, None) is NotKnown.EQUAL_ROWS
+    assert examples_read({0: rank, 1: rank}, 0, None) is None
 
 
 def test_a_rank_reads_the_equal_row_that_it_was_given() -> None:
