@@ -421,18 +421,17 @@ SYNCHRONISING = (
 class MissedWait:
     """A collective that was issued and never waited for.
 
-    ``elements``: of all tensors of floating-point numbers that went in. ``line``: the line of the
-    user's code that issued it; "" if no such line is known. ``place``: its file, number and
-    function.
+    ``elements``: of all tensors of floating-point numbers that went in. ``place``: file, number and
+    function of the line of the user's code that issued it; "" if no such line is known.
     """
 
     op: str
     elements: int
-    line: str
-    place: tuple[str, int, str] = ("", 0, "")
+    place: tuple[str, int, str]
 
     def __str__(self) -> str:
-        where = f" at {self.line}" if self.line else ""
+        path, number, _ = self.place
+        where = f" at {os.path.basename(path)}:{number}" if path else ""
         return f"{self.op} of {self.elements} elements{where}"
 
 
@@ -454,10 +453,8 @@ class _Handle:
 
     @property
     def collective(self) -> MissedWait:
-        path, number, _ = self.place
-        line = f"{os.path.basename(path)}:{number}" if path else ""
         tensors = [one for one in inputs(self.arguments) if one.is_floating_point()]
-        return MissedWait(self.op, sum(one.numel() for one in tensors), line, self.place)
+        return MissedWait(self.op, sum(one.numel() for one in tensors), self.place)
 
 
 _handles: list[_Handle] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch.distributed as dist
-
 from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, environment_variables
 
@@ -125,14 +123,3 @@ def nccl_defaults(row: RankPlace, ranks_share_gpus: bool) -> dict[str, str]:
     elif row.nodes > 1:
         defaults |= {"NCCL_HOSTID": f"simulated node {row.node}", "NCCL_NET": "Socket"}
     return defaults
-
-
-# The process groups that exist on a rank.
-
-
-def existing_groups() -> dict[int, object]:
-    """The process groups by ``id()``. The caller must keep them alive: ids are used again."""
-    # The map of all groups is private in torch. Without it only the default group is known.
-    known = getattr(dist.distributed_c10d._world, "pg_map", {})
-    groups = (dist.group.WORLD, *known) if dist.is_initialized() else ()
-    return {id(group): group for group in groups}

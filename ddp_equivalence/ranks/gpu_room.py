@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from enum import Enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -32,36 +32,24 @@ WORKERS_VARIABLE = "PYTEST_XDIST_WORKER_COUNT"
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """CUDA, torch, NCCL, cuBLAS and cuDNN write one of these where a GPU has no memory left."""
 
-BUSY = "busy or unavailable"
+BUSY = ("busy or unavailable",)
 """Part of CUDA's error if another process uses a GPU whose compute mode is EXCLUSIVE_PROCESS."""
 
 
-class Lack(Enum):
-    """What a GPU did not have for a rank."""
-
-    MEMORY = "memory"
-    PLACE = "place"
-    """Its compute mode lets only one process use it."""
-
-
+@dataclass(frozen=True)
 class GpuRoom:
-    """``most``: GPU -> the most processes of this pytest process that may be on it at once."""
+    """``most``: GPU -> the most processes of this pytest process that may be on it at once.
 
-    def __init__(self, most: Mapping[str, int], exclusive: frozenset[str] = frozenset()) -> None:
-        self._most = dict(most)
-        self._exclusive = set(exclusive)
+    ``exclusive``: the GPUs that only one process at a time can use, also those where CUDA has
+    refused a second one.
+    """
+
+    most: dict[str, int]
+    exclusive: set[str] = field(default_factory=set)
 
     def most_on(self, device: str) -> int:
         """The most processes that may be on this GPU, with those that are about to start."""
-        return 1 if device in self._exclusive else self._most.get(device, WITHOUT_NVML)
-
-    def is_exclusive(self, device: str) -> bool:
-        """True if only one process at a time can use this GPU."""
-        return device in self._exclusive
-
-    def note_exclusive(self, device: str) -> None:
-        """Remember that CUDA has refused a second process on this GPU."""
-        self._exclusive.add(device)
+        return 1 if device in self.exclusive else self.most.get(device, WITHOUT_NVML)
 
 
 @lru_cache(maxsize=1)
@@ -70,14 +58,14 @@ def gpu_room() -> GpuRoom:
     workers = int(os.environ.get(WORKERS_VARIABLE, "1"))
     devices = cuda_devices()
     most = dict.fromkeys(devices, max(1, WITHOUT_NVML // workers))
-    exclusive = set()
+    exclusive: set[str] = set()
     for device, gpu in gpus_by_name(devices).items():
         if gpu.memory_total is not None and not gpu.mig:
             processes = int(gpu.memory_total * SHARE_OF_MEMORY / BYTES_PER_PROCESS)
             most[device] = max(1, processes // workers)
         if gpu.compute_mode == EXCLUSIVE:
             exclusive.add(device)
-    return GpuRoom(most, frozenset(exclusive))
+    return GpuRoom(most, exclusive)
 
 
 def processes_by_gpu(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> Counter[str]:
@@ -86,14 +74,10 @@ def processes_by_gpu(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> Co
     return Counter(name for of_rank in names for name in of_rank.split(","))
 
 
-def lack_of(error: RankFailed) -> Lack | None:
-    """What the GPU of a rank lacked, if that is why the ranks failed."""
+def failed_with(error: RankFailed, phrases: Iterable[str]) -> bool:
+    """True if the ranks failed because one of them raised an error with one of these phrases."""
     texts = [str(error), *(end.what for end in error.ends)]
-    if any(BUSY in text for text in texts):
-        return Lack.PLACE
-    if any(phrase in text for text in texts for phrase in OUT_OF_MEMORY):
-        return Lack.MEMORY
-    return None
+    return any(phrase in text for text in texts for phrase in phrases)
 
 
 # Says which GPU of the machine a CUDA device of this process is.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ import torch.distributed as dist
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks import ask_driver
 from ddp_equivalence.ranks.backend_names import BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpus import EXCLUSIVE_NOTE, any_exclusive, why_not_shared
@@ -330,16 +326,11 @@ def failed_starts() -> FailedStarts:
     return FailedStarts()
 
 
-# Counts the GPUs that this process may use, without initialising CUDA in it.
+# Counts the GPUs that this process may use.
 #
-# The ranks are forked from a server, and a fork of a process that has initialised CUDA cannot use
-# it. torch.cuda.device_count asks NVML, but where NVML gives no answer it asks CUDA itself, in
-# this process. That happens for MIG ids in CUDA_VISIBLE_DEVICES, and if NVML cannot initialise
-# because the driver was updated. So this module asks NVML, or AMD's library on ROCm, through the
-# part of torch that asks nothing else, and leaves all other questions to a process of its own.
-
-TIMEOUT = 60.0
-"""Seconds that the driver may take to initialise every GPU of the machine."""
+# Torch asks NVML, or AMD's library on ROCm. Where these give no answer, for MIG ids in
+# CUDA_VISIBLE_DEVICES or after an update of the driver, it initialises CUDA here. Ranks can use
+# CUDA all the same: they are forked from their server, and not from this process.
 
 NO_GPU = ""
 """The value of CUDA_VISIBLE_DEVICES that hides all GPUs from CUDA."""
@@ -353,8 +344,8 @@ Source: ROCclr, ``Device::init`` in rocclr/device/rocm/rocdevice.cpp.
 
 @dataclass(frozen=True)
 class CountedGpus:
-    """``names``: the GPUs as CUDA_VISIBLE_DEVICES would name them. ``problem``: why NVML could not
-    count them; "" if it did.
+    """``names``: the GPUs as CUDA_VISIBLE_DEVICES would name them. ``problem``: why they could not
+    be counted; "" if they were.
     """
 
     names: tuple[str, ...] = ()
@@ -365,10 +356,13 @@ def count_gpus() -> CountedGpus:
     """Count the GPUs that this process may use."""
     if torch.version.cuda is None and torch.version.hip is None:
         return CountedGpus()
-    count, problem = _count_without_cuda()
-    if count < 0:
-        count, of_driver = _ask_driver()
-        problem = "; ".join(filter(None, (problem, of_driver)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            count = torch.cuda.device_count()
+        except RuntimeError as error:  # the user's variables contradict each other
+            return CountedGpus(problem=str(error))
+    problem = "; ".join(dict.fromkeys(str(warning.message) for warning in caught))
     visible = _chosen_by_user()
     names = visible.split(",") if visible else [str(index) for index in range(count)]
     return CountedGpus(tuple(name.strip() for name in names[:count]), problem)
@@ -394,37 +388,3 @@ def _chosen_by_user() -> str | None:
     hip = os.environ.get("HIP_VISIBLE_DEVICES")
     # Without HIP_VISIBLE_DEVICES, torch takes all GPUs that ROCR_VISIBLE_DEVICES leaves.
     return hip if hip is not None or "ROCR_VISIBLE_DEVICES" in os.environ else cuda
-
-
-def _count_without_cuda() -> tuple[int, str]:
-    """The number of GPUs, or -1 and the reason why it cannot be told without CUDA."""
-    # Both functions are private: a test fails if torch changes them.
-    count_without_cuda = (
-        torch.cuda._device_count_amdsmi if torch.version.hip else torch.cuda._device_count_nvml
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            count = int(count_without_cuda())
-        except RuntimeError as error:  # the user's variables contradict each other
-            return 0, str(error)
-    return count, "; ".join(dict.fromkeys(str(warning.message) for warning in caught))
-
-
-def _ask_driver() -> tuple[int, str]:
-    """The number of GPUs that a new process sees, and why there are none."""
-    kind, library = "cuda", "libcuda.so.1"
-    if torch.version.hip:
-        bundled = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
-        kind, library = "hip", str(bundled) if bundled.exists() else "libamdhip64.so"
-    command = [sys.executable, "-I", ask_driver.__file__, kind, library]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT, check=True
-        ).stdout
-        count, _, reason = answer.strip().partition(" ")
-        return int(count), reason
-    except subprocess.TimeoutExpired:
-        return 0, f"the driver did not answer within {TIMEOUT:g} s"
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        return 0, f"the driver could not be asked: {error}"

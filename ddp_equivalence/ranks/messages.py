@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddp_equivalence.ranks.collectives import LastCollective, last_collective
+from ddp_equivalence.ranks.collectives import last_collective
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed, RanksTimedOut
 
 # The messages between the judging process and a rank.
@@ -52,20 +52,6 @@ class Finished:
     running: tuple[str, ...]
     libraries: tuple[str, ...]
     cpu_seconds: float
-
-
-@dataclass(frozen=True)
-class Raised:
-    """An exception on a rank, as text, because the exception itself may not be picklable.
-
-    ``at``: seconds of the machine's monotonic clock.
-    """
-
-    what: str
-    traceback: str
-    line: str
-    at: float
-    last: LastCollective | None
 
 
 def set_timeout(connection: Connection, seconds: float) -> None:
@@ -116,9 +102,11 @@ def receive(connection: Connection) -> tuple[str, Any]:
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
-def describe_exception(error: BaseException) -> Raised:
-    """The exception with its traceback, its innermost line outside torch, the last collective."""
-    text = "".join(_from_the_users_code(error).format())
+def describe_exception(error: BaseException) -> dict[str, Any]:
+    """The fields of a RankEnd for an exception, as text: it may not be picklable itself.
+
+    ``line``: the innermost line outside torch.
+    """
     outside_torch = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -130,7 +118,16 @@ def describe_exception(error: BaseException) -> Raised:
         source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
         line = f"{frame.filename}:{frame.lineno}: {source}"
     what = "".join(traceback.format_exception_only(error)).strip()
-    return Raised(what, text, line, time.monotonic(), last_collective())
+    last = last_collective()
+    return {
+        "kind": "exception",
+        "what": what,
+        "detail": "".join(_from_the_users_code(error).format()),
+        "line": line,
+        "at": time.monotonic(),
+        "last": last,
+        "waits": last is not None and was_left_waiting(what),
+    }
 
 
 def _from_the_users_code(error: BaseException) -> traceback.TracebackException:

@@ -16,7 +16,7 @@ from types import (
     FunctionType,
     ModuleType,
 )
-from typing import Any, NoReturn
+from typing import Any
 
 import cloudpickle
 import torch
@@ -62,9 +62,6 @@ def _code_in_file(make: Callable[..., CodeType], arguments: Any, file: str) -> C
 # A function of an importable module is pickled as its name. A function that the ranks cannot
 # import under its name is pickled by value, with cloudpickle. Examples are a function of a test
 # module under ``--import-mode=importlib``, and one of a file given on the command line.
-
-MAX_EDITS = 64 * 2**20
-"""Bytes of changed values in modules that are sent to the ranks."""
 
 NAMED = (FunctionType, type, ModuleType)
 """Objects of these types are not looked up by their place in a module, since they have names."""
@@ -170,37 +167,21 @@ class _Found:
 def _pickle_with_edits(work: object, changes: Changes, found: _Found) -> bytes:
     """Pickle the work and the edits of modules. Raises BadCase that names an edit."""
     try:
-        data = _cloudpickle(work, changes, found)
+        return _cloudpickle(work, changes, found)
     except Exception:
-        _cloudpickle(work, replace(changes, edits=()), found)  # raises if it is not for an edit
-        _raise_for_worst_edit(changes)
-    if changes.edits and len(data) > MAX_EDITS:
-        without = _cloudpickle(work, replace(changes, edits=()), found)
-        if len(data) - len(without) > MAX_EDITS:
-            _raise_for_worst_edit(changes)
-    return data
-
-
-def _raise_for_worst_edit(changes: Changes) -> NoReturn:
-    """Raise BadCase for the first edit that cannot be pickled, or else for the largest."""
-    without = replace(changes, edits=())
-    sizes = {}
-    for edit in changes.edits:
-        name = module_contents.text((*edit.path, edit.step))
-        try:
-            sizes[name] = len(_cloudpickle(edit.value, without, _Found()))
-        except Exception as error:
-            right = (
-                f"a value that can be pickled, since the module is not like this in a new "
-                f"import; the ranks import {edit.path[0]}, and cannot be sent this: {error}"
-            )
-            raise BadCase("step", name, right) from error
-    worst = max(sizes, key=sizes.__getitem__)
-    right = (
-        f"at most {MAX_EDITS >> 20} MB of what differs from a new import of the module; "
-        f"these are {sizes[worst] / 2**20:.0f} MB, so build them where they are needed"
-    )
-    raise BadCase("step", worst, right)
+        without = replace(changes, edits=())
+        _cloudpickle(work, without, found)  # raises if it is not for an edit
+        for path, _, values in changes.edits:
+            for step, value in values.items():
+                try:
+                    _cloudpickle(value, without, _Found())
+                except Exception as error:
+                    right = (
+                        "a value that can be pickled, since the module is not like this in a new "
+                        f"import; the ranks import {path[0]}, and cannot be sent this: {error}"
+                    )
+                    raise BadCase("step", module_contents.text((*path, step)), right) from error
+        raise
 
 
 def _cloudpickle(work: object, changes: Changes, found: _Found) -> bytes:

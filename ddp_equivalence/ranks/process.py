@@ -43,14 +43,19 @@ from ddp_equivalence.ranks.environment import (
     PROCESS_GROUP_PREFIXES,
     RANK_SET_VARIABLE,
     RERUN_VARIABLE,
-    existing_groups,
     nccl_defaults,
     torchrun_environment,
 )
 from ddp_equivalence.ranks.lanes import Lane, device_of, variables
 from ddp_equivalence.ranks.messages import describe_exception
 from ddp_equivalence.ranks.pickling import pickle_by_value_for_workers
-from ddp_equivalence.ranks.process_state import apply, left_running, libraries, replace_functions
+from ddp_equivalence.ranks.process_state import (
+    apply,
+    existing_groups,
+    left_running,
+    libraries,
+    replace_functions,
+)
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.server import release_server
 from ddp_equivalence.ranks.user_modules import ModulesOfWork, watch

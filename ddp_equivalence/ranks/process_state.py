@@ -58,8 +58,7 @@ class ProcessState:
 def capture() -> ProcessState:
     """The state of this process now."""
     _reported_changes.clear()
-    _variables_by_import.clear()
-    _settings_by_import.clear()
+    _changed_by_imports.clear()
     return ProcessState(
         settings=read_all(),
         environment=environment_variables(),
@@ -73,21 +72,21 @@ def restore(before: ProcessState) -> tuple[str, ...]:
 
     Random generators are not restored, since all code that uses them seeds them first.
     """
-    apply(
-        {
-            name: before.settings[name]
-            for name, value in _settings_by_import.items()
-            if name in before.settings and SETTINGS[name].read() == value
-        }
-    )
-    changes = [
+    now, settings_now = environment_variables(), read_all()
+    differing = set_environment(before.environment)
+    if settings_now != before.settings:
+        apply(before.settings)
+    sys.path[:] = before.import_path
+    return (
         *_reported_changes,
-        *_restore_environment(before),
-        *restore_settings(before.settings),
-    ]
-    if sys.path != list(before.import_path):
-        sys.path[:] = before.import_path
-    return tuple(changes)
+        *_changes_of_environment(differing, before.environment, now),
+        *(
+            f"{name} changed from {old} to {settings_now[name]}"
+            for name, old in before.settings.items()
+            # "": it cannot be read now, and another setting shows why
+            if settings_now[name] not in (old, "") and name not in _changed_by_imports
+        ),
+    )
 
 
 def report_change(change: str) -> None:
@@ -97,25 +96,20 @@ def report_change(change: str) -> None:
 
 _reported_changes: list[str] = []
 
-_variables_by_import: dict[bytes, bytes | None] = {}
-_settings_by_import: dict[str, Any] = {}
-"""The variables and settings that the import of a library has changed, with their new values."""
+_changed_by_imports: set[str | bytes] = set()
+"""The variables (as bytes) and settings that the import of a library has changed."""
 
 
 @contextmanager
 def changed_by_import() -> Iterator[None]:
     """The block imports a library. What that changes is restored, and is no change of the step."""
-    variables, settings = environment_variables(), read_all()
+    before: dict[Any, Any] = {**environment_variables(), **read_all()}
     try:
         yield
     finally:
-        after = environment_variables()
-        for name in variables.keys() | after.keys():
-            if variables.get(name) != after.get(name):
-                _variables_by_import[name] = after.get(name)
-        for setting, value in read_all().items():
-            if settings[setting] != value:
-                _settings_by_import[setting] = value
+        after: dict[Any, Any] = {**environment_variables(), **read_all()}
+        names = before.keys() | after.keys()
+        _changed_by_imports.update(name for name in names if before.get(name) != after.get(name))
 
 
 def become_a_rank() -> None:
@@ -165,23 +159,19 @@ def set_environment(wanted: Mapping[bytes, bytes]) -> list[bytes]:
     return names
 
 
-def _restore_environment(before: ProcessState) -> list[str]:
-    now = environment_variables()
-    names = set_environment(before.environment)
+def _changes_of_environment(
+    names: Iterable[bytes], before: Mapping[bytes, bytes], now: Mapping[bytes, bytes]
+) -> Iterator[str]:
     names = [
         name
         for name in names
-        if not os.fsdecode(name).startswith(IGNORED_VARIABLES)
-        and (name not in _variables_by_import or _variables_by_import[name] != now.get(name))
+        if not os.fsdecode(name).startswith(IGNORED_VARIABLES) and name not in _changed_by_imports
     ]
-    changes = []
     for name in names[:MAX_VARIABLES_NAMED]:
-        old, new = before.environment.get(name), now.get(name)
-        verb = "set" if old is None else "removed" if new is None else "changed"
-        changes.append(f"environment variable {os.fsdecode(name)} {verb}")
+        verb = "set" if name not in before else "removed" if name not in now else "changed"
+        yield f"environment variable {os.fsdecode(name)} {verb}"
     if len(names) > MAX_VARIABLES_NAMED:
-        changes.append(f"{len(names) - MAX_VARIABLES_NAMED} more environment variables changed")
-    return changes
+        yield f"{len(names) - MAX_VARIABLES_NAMED} more environment variables changed"
 
 
 # The settings of a process that a case could hand on to the next one, such as the default dtype.
@@ -189,20 +179,12 @@ def _restore_environment(before: ProcessState) -> list[str]:
 # A rank compares them before and after its work and restores them. It also takes some of them
 # over from the judging process.
 
-PRECISION_MODULES = {
-    "backends": ("generic", "all"),
-    "backends.cuda.matmul": ("cuda", "matmul"),
-    "backends.cudnn": ("cuda", "all"),
-    "backends.cudnn.conv": ("cuda", "conv"),
-    "backends.cudnn.rnn": ("cuda", "rnn"),
-    "backends.mkldnn": ("mkldnn", "all"),
-    "backends.mkldnn.matmul": ("mkldnn", "matmul"),
-    "backends.mkldnn.conv": ("mkldnn", "conv"),
-    "backends.mkldnn.rnn": ("mkldnn", "rnn"),
-}
-"""The modules in ``torch`` that have a setting ``fp32_precision``, and torch's own names for the
-backend and the operation of each. Source: torch/backends/__init__.py and the files beside it.
-"""
+PRECISION_MODULES = (
+    *("backends", "backends.cuda.matmul"),
+    *("backends.cudnn", "backends.cudnn.conv", "backends.cudnn.rnn"),
+    *("backends.mkldnn", "backends.mkldnn.matmul", "backends.mkldnn.conv", "backends.mkldnn.rnn"),
+)
+"""The modules in ``torch`` that have a setting ``fp32_precision``."""
 
 
 @dataclass(frozen=True)
@@ -228,20 +210,6 @@ def apply(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if SETTINGS[name].read() != value:
             SETTINGS[name].write(value)
-
-
-def restore_settings(before: Mapping[str, Any]) -> list[str]:
-    """Give this process these settings and return, as phrases, those that were different."""
-    now = {name: SETTINGS[name].read() for name in before}
-    if now == before:
-        return []
-    changed = [
-        f"{name} changed from {old} to {now[name]}"
-        for name, old in before.items()
-        if now[name] not in (old, "")  # "": it cannot be read now, and another setting shows why
-    ]
-    apply(before)
-    return changed
 
 
 def _working_folder() -> str:
@@ -289,17 +257,12 @@ def _set_matmul_precision(precision: str) -> None:
 
 
 def _precision_of(module: str) -> ProcessSetting:
-    """The float32 precision of one backend and operation.
-
-    Every case reads all of them several times. So they are read where the modules themselves read
-    them, which takes a fraction of the time. That function is private: a test fails if it changes.
-    """
-    read = partial(torch._C._get_fp32_precision_getter, *PRECISION_MODULES[module])
+    """The float32 precision of one backend and operation."""
 
     def write(value: str) -> None:
         attrgetter(module)(torch).fp32_precision = value
 
-    return ProcessSetting(read, write)
+    return ProcessSetting(partial(attrgetter(f"{module}.fp32_precision"), torch), write)
 
 
 def _set_default_device(device: torch.device) -> None:
@@ -554,7 +517,7 @@ class _GroupOfAScript:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._world: Any = dist.group.WORLD
-        self._groups = {id(group) for group in _groups()}
+        self._groups = existing_groups()
         self.was_started = False
 
     def can_be_started(self) -> bool:
@@ -580,8 +543,8 @@ class _GroupOfAScript:
         """Hide the rank's group, and destroy those that the step has made with ``destroy``."""
         if not self.was_started:
             _report_early_destruction()
-        for group in _groups():
-            if group is not self._world and id(group) not in self._groups:
+        for number, group in existing_groups().items():
+            if number not in self._groups:
                 destroy(group)
         set_world(None)
 
@@ -659,9 +622,12 @@ def set_world(group: object) -> None:
     member.WORLD = group
 
 
-def _groups() -> list[Any]:
-    """The process groups that exist. The map is private in torch; without it none is known."""
-    return list(getattr(dist.distributed_c10d._world, "pg_map", {}))
+def existing_groups() -> dict[int, object]:
+    """The process groups by ``id()``. The caller must keep them alive: ids are used again."""
+    # The map of all groups is private in torch. Without it only the default group is known.
+    known = getattr(dist.distributed_c10d._world, "pg_map", {})
+    groups = (dist.group.WORLD, *known) if dist.is_initialized() else ()
+    return {id(group): group for group in groups}
 
 
 def _report_early_destruction() -> None:

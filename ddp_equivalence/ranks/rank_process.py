@@ -83,6 +83,12 @@ class RankProcess:
         """The output since the last work was submitted, or its last part if it is long."""
         return self.output_file.read(SHOWN_OUTPUT)
 
+    def end(self, kind: str, what: str = "", **fields: Any) -> RankEnd:
+        """How the rank ended, with these fields and its output, now unless ``at`` is given."""
+        place = self.row.rank, self.row.node, self.row.local_rank
+        given: dict[str, Any] = {"at": time.monotonic(), "output": self.output()} | fields
+        return RankEnd(*place, kind, what, **given)
+
     def wrote_too_much(self) -> bool:
         """True if the rank has written more than ``MAX_OUTPUT``."""
         return self.output_file.size() > MAX_OUTPUT
@@ -164,28 +170,14 @@ def finished(rank: RankProcess) -> RankEnd:
     """The rank has finished its work."""
     if rank.wrote_too_much():
         return wrote_too_much(rank)
-    return _end(rank, "finished")
-
-
-def raised(rank: RankProcess, error: messages.Raised) -> RankEnd:
-    """The rank has raised this exception."""
-    return _end(
-        rank,
-        "exception",
-        error.what,
-        detail=error.traceback,
-        line=error.line,
-        at=error.at,
-        last=error.last,
-        waits=error.last is not None and messages.was_left_waiting(error.what),
-    )
+    return rank.end("finished")
 
 
 def wrote_too_much(rank: RankProcess) -> RankEnd:
     """The rank has written more output than it may."""
     size = rank.output_file.size() / 2**20
     what = f"wrote {size:.0f} MiB of output; the limit is {MAX_OUTPUT / 2**20:.0f} MiB"
-    return _end(rank, "output", what)
+    return rank.end("output", what)
 
 
 def died(rank: RankProcess) -> RankEnd:
@@ -193,16 +185,16 @@ def died(rank: RankProcess) -> RankEnd:
     rank.process.join(EXIT_TIMEOUT)
     code = rank.process.exitcode
     if code is None:
-        return _end(rank, "exit", "closed its connection, but its process still runs")
+        return rank.end("exit", "closed its connection, but its process still runs")
     if code >= 0:
-        return _end(rank, "exit", f"ended without a result, exit code {code}")
+        return rank.end("exit", f"ended without a result, exit code {code}")
     what = f"killed by {signal.Signals(-code).name}"
     if -code == signal.SIGKILL:
         what += " (out of memory? see the kernel's log)"
     by_watchdog = -code == signal.SIGABRT and messages.WATCHDOG in rank.output()
     if by_watchdog:
         what += f" by NCCL's watchdog: {messages.COLLECTIVE_TIMED_OUT}"
-    return _end(rank, "signal", what, waits=by_watchdog, signal_number=-code)
+    return rank.end("signal", what, waits=by_watchdog, signal_number=-code)
 
 
 def still_running(ranks: Iterable[RankProcess]) -> dict[int, RankEnd]:
@@ -226,8 +218,7 @@ def _running_end(
     rank: RankProcess, stopped: bool, stack: str, collective: LastCollective | None
 ) -> RankEnd:
     line, in_torch = messages.innermost_line(stack)
-    return _end(
-        rank,
+    return rank.end(
         "running",
         "is stopped by a signal (SIGSTOP?)" if stopped else "still running",
         detail=stack,
@@ -249,16 +240,3 @@ def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
     return {
         number: stack or "(the rank did not write its stack)" for number, stack in stacks.items()
     }
-
-
-def _end(rank: RankProcess, kind: str, what: str = "", **fields: Any) -> RankEnd:
-    """The RankEnd with these fields; ``at`` is now unless it is given."""
-    return RankEnd(
-        rank=rank.row.rank,
-        node=rank.row.node,
-        local_rank=rank.row.local_rank,
-        kind=kind,
-        what=what,
-        output=rank.output(),
-        **({"at": time.monotonic()} | fields),
-    )

@@ -70,7 +70,7 @@ def listen(
             if message is not None:
                 kind, payload = message
                 if kind == messages.RAISED:
-                    end = rank_process.raised(rank, payload)
+                    end = rank.end(**payload)
                 else:
                     yield number, kind, payload
                     end = rank_process.finished(rank) if kind == last_message else None
@@ -139,7 +139,7 @@ def _wait_for_exception(rank: RankProcess) -> RankEnd | None:
         rank.connection.poll(DESCRIBING)
     message, end = _next_message(rank)
     if message is not None and message[0] == messages.RAISED:
-        end = rank_process.raised(rank, message[1])
+        end = rank.end(**message[1])
     return end
 
 
@@ -473,24 +473,13 @@ class InProcessRankSet(RankSet):
         if isinstance(error, RankFailed) and error.ends:  # rank 0 itself has finished
             return messages.failure([self.rank_end(0, "finished"), *error.ends], until.within)
         described = describe_exception(error)
-        if not messages.was_left_waiting(described.what):
+        if not messages.was_left_waiting(described["what"]):
             return None
         until.within = f"within the {self._own_timeout:g} s that a collective may take"
-        try:
-            of_others = others.exception(FAILURE_TIMEOUT)
-        except TimeoutError:  # they still work, and the end of their time shows where they are
-            until.until = time.monotonic()
-            of_others = others.exception()
-        ends: Sequence[RankEnd] = getattr(of_others, "ends", ())
+        until.until = time.monotonic() + FAILURE_TIMEOUT
+        ends: Sequence[RankEnd] = getattr(others.exception(), "ends", ())
         ends = ends or [self.rank_end(row.rank, "finished") for row in self._rows_to_start()]
-        rank_0 = replace(
-            self.rank_end(0, "exception", described.what),
-            detail=described.traceback,
-            line=described.line,
-            at=described.at,
-            last=described.last,
-            waits=True,
-        )
+        rank_0 = replace(self.rank_end(0, "exception"), **described | {"waits": True})
         return messages.failure([rank_0, *ends], until.within)
 
     def _kill_others(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from ddp_equivalence.ranks.importable import (
     spec_of,
 )
 from ddp_equivalence.ranks.module_contents import (
+    ATTRIBUTE,
     CLASS,
     FUNCTION,
     HELD,
@@ -40,12 +40,11 @@ from ddp_equivalence.ranks.module_contents import (
     Contents,
     Difference,
     Edit,
-    Kind,
     Leaf,
     Path,
-    Pickled,
     Row,
     Rows,
+    Step,
 )
 from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
 from ddp_equivalence.ranks.process_tree import children_allowed
@@ -220,7 +219,13 @@ def changes_in(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
             return NO_CHANGES  # the ranks cannot import them either, and will say why
         now = Contents(modules[name] for name in fresh.rows if name in modules)
         found = list(module_contents.differences(wanted=now.rows, present=fresh.rows))
-        words = {word for one in found for word in _words_of(one.wanted, now.rows, set())}
+        leaves = [
+            one.wanted.items[step]
+            for one in found
+            for step in one.steps
+            if step in one.wanted.items
+        ]
+        words = {word for leaf in leaves for word in _words_of(leaf, now.rows, set())}
         more = _mentioned(now.codes, modules) | (words & modules.keys())
         if more <= names | fresh.rows.keys():
             return _changes(found, now, fresh, [name for name in modules if name in names])
@@ -258,17 +263,7 @@ def _changes(
     found: Iterable[Difference], now: Contents, fresh: FreshImport, names: Sequence[str]
 ) -> Changes:
     """``names``: what the fresh process imported, in this order."""
-    edits: list[Edit] = []
-    for one in found:
-        if one.wanted is None:
-            edits.append(Edit(one.path, one.step, deletes=True))
-            continue
-        module = sys.modules[one.path[0]]
-        value = module_contents.read(module, (*one.path[1:], one.step))
-        if _can_travel(one, value, module):
-            if module_contents.is_long(value):
-                value = Pickled(pickle.dumps(value, protocol=5))
-            edits.append(Edit(one.path, one.step, value))
+    edits = [edit for edit in map(_edit, found) if edit is not None]
     places = {
         number: path
         for number, path in now.places.items()
@@ -290,10 +285,22 @@ def _changes(
     )
 
 
-def _can_travel(one: Difference, value: Any, module: ModuleType) -> bool:
+def _edit(one: Difference) -> Edit | None:
+    """Raises BadCase for what cannot be sent. None if nothing of it is a change of the caller's."""
+    module = sys.modules[one.path[0]]
+    now = module_contents.held(module_contents.read(module, one.path[1:]))
+    values = {step: now[step] for step in one.steps if step in now}
+    stay = [step for step, value in values.items() if not _can_travel(one, step, value, module)]
+    if stay and len(stay) == len(one.steps):
+        return None
+    values = {step: value for step, value in values.items() if step not in stay}
+    return Edit(one.path, tuple(one.wanted.items), values)
+
+
+def _can_travel(one: Difference, step: Step, value: Any, module: ModuleType) -> bool:
     """False for what is no change of the caller's. Raises BadCase for what cannot be sent."""
-    path = (*one.path, one.step)
-    if _is_stale(one, value, module):
+    path, wanted = (*one.path, step), one.wanted.items[step]
+    if _is_stale(wanted, one.present.items.get(step), value, module):
         if type(module.__loader__) is not SourceFileLoader:
             return False  # a loader such as pytest's changes the code of what it imports
         right = (
@@ -301,7 +308,7 @@ def _can_travel(one: Difference, value: Any, module: ModuleType) -> bool:
             "this process has imported: reload the module, or start again"
         )
         raise BadCase("step", module_contents.text(path), right)
-    about = _about(one.wanted)
+    about = _about(wanted)
     if about and about[0] == KEPT:
         if _is_private_to_a_library(path, module):
             return False
@@ -317,9 +324,9 @@ def _about(leaf: Leaf | None) -> tuple[Any, ...]:
     return leaf[2] or () if leaf is not None and leaf[0] == HELD else ()
 
 
-def _is_stale(one: Difference, value: Any, module: ModuleType) -> bool:
+def _is_stale(new: Leaf, old: Leaf | None, value: Any, module: ModuleType) -> bool:
     """True if the module's own function or class has other code than in a fresh import."""
-    wanted, present = _about(one.wanted), _about(one.present)
+    wanted, present = _about(new), _about(old)
     if not wanted or wanted == present or wanted[:3] != present[:3]:  # kind, module and name
         return False
     if wanted[0] == FUNCTION and isinstance(value, FunctionType):
@@ -330,9 +337,9 @@ def _is_stale(one: Difference, value: Any, module: ModuleType) -> bool:
 def _is_private_to_a_library(path: Path, module: ModuleType) -> bool:
     """True for a private attribute of an object whose class belongs to an installed package."""
     kind, name = path[-1]
-    if kind not in (Kind.FIELD, Kind.SLOT) or not str(name).startswith("_"):
-        return False
     owner = module_contents.read(module, path[1:-1])
+    if kind != ATTRIBUTE or not name.startswith("_") or isinstance(owner, ModuleType | type):
+        return False
     return type(owner).__module__.partition(".")[0] not in {
         one.partition(".")[0] for one in imported_user_modules()
     }

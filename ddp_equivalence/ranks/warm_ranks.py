@@ -22,14 +22,22 @@ from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.deadlines import one_at_a_time
 from ddp_equivalence.ranks.environment import process_group_environment
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpu_room import Lack, gpu_room, lack_of, processes_by_gpu
+from ddp_equivalence.ranks.gpu_room import (
+    BUSY,
+    OUT_OF_MEMORY,
+    failed_with,
+    gpu_room,
+    processes_by_gpu,
+)
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, failed_starts, first_device
 from ddp_equivalence.ranks.rank_set import InProcessRankSet, RankSet
 from ddp_equivalence.ranks.server import start_method
 
 # Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
 #
-# Two cases can use the same set if their RankSetKeys are equal.
+# Two cases can use the same set if their RankSetKeys are equal. Idle sets leave for other ranks of
+# the run: where processes or file descriptors are scarce, and where a GPU has no room for more. The
+# sets that were idle longest leave first.
 
 DESCRIPTORS_TO_START = 16
 """While the ranks of a set start, this many file descriptors are needed in addition."""
@@ -39,157 +47,6 @@ NO_MORE_PROCESSES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 CUDA_NEEDS_SPAWN = "CUDA in forked subprocess"
 """Part of torch's error on a rank that was forked from a process that has used CUDA."""
-
-
-class WarmRanks:
-    """Lends sets of ranks and keeps them for the next case. ``started``: sets started so far."""
-
-    def __init__(self) -> None:
-        self._idle = IdleSets()
-        self.started = 0
-        self._cuda_needs_spawn = False
-
-    @contextmanager
-    def acquire(
-        self,
-        layout: Layout,
-        lane: Lane,
-        collective_timeout: float,
-        fresh: bool = False,
-        in_process: bool = False,
-        extra_environment: Environment = (),
-    ) -> Iterator[RankSet]:
-        """Lend a set of running ranks for the block.
-
-        ``fresh``: start new processes and stop them afterwards. ``in_process``: rank 0 is this
-        process. ``extra_environment``: variables for these ranks, in addition to those of this
-        process. Raises RankFailed or RanksTimedOut if the ranks do not start, CannotRunHere if the
-        run has given up their lane, BadCase if the environment asks for an unknown start method.
-        """
-        environment = dict(process_group_environment()) | dict(extra_environment)
-        key = RankSetKey(
-            layout,
-            lane,
-            collective_timeout,
-            tuple(sorted(environment.items())),
-            start_method(),
-            in_process,
-        )
-        with one_at_a_time(), self._devices(key) as devices:
-            rank_set = None if fresh else self._idle.take(key, devices)
-            try:
-                if rank_set is None:
-                    with failed_starts().noted(lane, layout):
-                        self._idle.make_room(key, devices)
-                        rank_set = self._start(key, devices)
-                yield rank_set
-            except BaseException as error:
-                # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.
-                if rank_set is not None:
-                    rank_set.broken = True
-                    if isinstance(error, RankFailed):
-                        error.libraries = tuple(sorted(rank_set.libraries))
-                        error.may_pass_now = self._idle.leave_gpus(key, devices, error)
-                raise
-            finally:
-                if rank_set is not None:
-                    if fresh or rank_set.broken or must_leave(key, devices):
-                        rank_set.stop()
-                    else:
-                        self._idle.keep(key, devices, rank_set)
-
-    def forget(self) -> None:
-        """Forget all ranks in a fork of this process: they belong to its parent."""
-        self._idle.forget()
-
-    def stop(self) -> None:
-        """Stop all idle ranks."""
-        self._idle.stop()
-
-    def idle(self) -> list[RankSet]:
-        """The sets that are idle now."""
-        return self._idle.sets()
-
-    @contextmanager
-    def _devices(self, key: RankSetKey) -> Iterator[Devices]:
-        """The GPUs for these ranks; inside the block no other worker of the run gets them."""
-        locks = xdist_locks()
-        if locks is None:
-            yield cuda_devices() if key.lane.device_type == "cuda" else ()
-            return
-        with locks.hold(key.layout, key.lane, self._idle.devices_of(key)) as devices:
-            yield devices
-
-    def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
-        """Start a set; try again if something can be done about the reason why it did not start."""
-        rank_set_type = InProcessRankSet if key.in_process else RankSet
-        while True:
-            on_cuda = key.lane.device_type == "cuda"
-            method = "spawn" if on_cuda and self._cuda_needs_spawn else key.method
-            rank_set = rank_set_type(
-                key.layout, key.lane, key.collective_timeout, key.environment, devices, method
-            )
-            try:
-                _check_descriptors(key.layout.world_size)
-                rank_set.start()
-            except BaseException as error:
-                rank_set.broken = True
-                rank_set.stop()
-                if self._may_start_now(error, key, devices, method):
-                    continue
-                if not isinstance(error, OSError):
-                    raise
-                what = f"{key.layout.world_size} ranks could not be started: {error}"
-                raise RankFailed(what) from error
-            self.started += 1
-            return rank_set
-
-    def _may_start_now(
-        self, error: BaseException, key: RankSetKey, devices: Devices, method: str
-    ) -> bool:
-        """Do something that may help after this failure to start; False if there is nothing."""
-        if isinstance(error, RankFailed):
-            if method != "spawn" and CUDA_NEEDS_SPAWN in str(error):
-                self._cuda_needs_spawn = True
-                return True
-            return self._idle.leave_gpus(key, devices, error)
-        no_more = isinstance(error, OSError) and error.errno in NO_MORE_PROCESSES
-        return no_more and self._idle.stop_oldest()
-
-
-def must_leave(key: RankSetKey, devices: Devices) -> bool:
-    """True if these ranks must not stay idle, since other workers of the run need their GPUs.
-
-    Where only one process at a time can use a GPU, a rank that stays there keeps all others out.
-    """
-    exclusive = any(map(gpu_room().is_exclusive, key.processes_on(devices)))
-    return exclusive and xdist_locks() is not None
-
-
-def _check_descriptors(ranks: int) -> None:
-    """Raise OSError unless enough file descriptors are free for this number of ranks.
-
-    Without this check the descriptors could run out while ranks start. That ends the fork server,
-    and with it every other rank.
-    """
-    with ExitStack() as opened:
-        for _ in range(ranks * DESCRIPTORS_PER_RANK + DESCRIPTORS_TO_START):
-            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-
-
-@lru_cache(maxsize=1)
-def warm_ranks() -> WarmRanks:
-    """The warm ranks of this process, which are stopped when it ends."""
-    ranks = WarmRanks()
-    atexit.register(ranks.stop)
-    os.register_at_fork(after_in_child=ranks.forget)
-    return ranks
-
-
-# The sets of ranks that are idle, and when they have to leave.
-#
-# They leave for other ranks of the run: where processes or file descriptors are scarce, and where
-# a GPU has no room for more. The sets that were idle longest leave first.
 
 MAX_IDLE_RANKS = 48
 """At most this many processes are kept idle. The sets that were idle longest are stopped first."""
@@ -225,19 +82,116 @@ class RankSetKey:
         return processes_by_gpu(self.layout, self.lane, devices)
 
 
-class IdleSets:
-    """Sets of ranks that wait for work, and the GPUs that each of them was given."""
+class WarmRanks:
+    """Lends sets of ranks and keeps them for the next case. ``started``: sets started so far."""
 
     def __init__(self) -> None:
-        self._sets: dict[tuple[RankSetKey, Devices], RankSet] = {}
+        self._idle: dict[tuple[RankSetKey, Devices], RankSet] = {}
+        self.started = 0
+        self._cuda_needs_spawn = False
+
+    @contextmanager
+    def acquire(
+        self,
+        layout: Layout,
+        lane: Lane,
+        collective_timeout: float,
+        fresh: bool = False,
+        in_process: bool = False,
+        extra_environment: Environment = (),
+    ) -> Iterator[RankSet]:
+        """Lend a set of running ranks for the block.
+
+        ``fresh``: start new processes and stop them afterwards. ``in_process``: rank 0 is this
+        process. ``extra_environment``: variables for these ranks, in addition to those of this
+        process. Raises RankFailed or RanksTimedOut if the ranks do not start, CannotRunHere if the
+        run has given up their lane, BadCase if the environment asks for an unknown start method.
+        """
+        environment = dict(process_group_environment()) | dict(extra_environment)
+        key = RankSetKey(
+            layout,
+            lane,
+            collective_timeout,
+            tuple(sorted(environment.items())),
+            start_method(),
+            in_process,
+        )
+        with one_at_a_time(), self._devices(key) as devices:
+            rank_set = None if fresh else self.take(key, devices)
+            try:
+                if rank_set is None:
+                    with failed_starts().noted(lane, layout):
+                        self.make_room(key, devices)
+                        rank_set = self._start(key, devices)
+                yield rank_set
+            except BaseException as error:
+                # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.
+                if rank_set is not None:
+                    rank_set.broken = True
+                    if isinstance(error, RankFailed):
+                        error.libraries = tuple(sorted(rank_set.libraries))
+                        error.may_pass_now = self.leave_gpus(key, devices, error)
+                raise
+            finally:
+                if rank_set is not None:
+                    if fresh or rank_set.broken or must_leave(key, devices):
+                        rank_set.stop()
+                    else:
+                        self.keep(key, devices, rank_set)
+
+    @contextmanager
+    def _devices(self, key: RankSetKey) -> Iterator[Devices]:
+        """The GPUs for these ranks; inside the block no other worker of the run gets them."""
+        locks = xdist_locks()
+        if locks is None:
+            yield cuda_devices() if key.lane.device_type == "cuda" else ()
+            return
+        with locks.hold(key.layout, key.lane, self.devices_of(key)) as devices:
+            yield devices
+
+    def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
+        """Start a set; try again if something can be done about the reason why it did not start."""
+        rank_set_type = InProcessRankSet if key.in_process else RankSet
+        while True:
+            on_cuda = key.lane.device_type == "cuda"
+            method = "spawn" if on_cuda and self._cuda_needs_spawn else key.method
+            rank_set = rank_set_type(
+                key.layout, key.lane, key.collective_timeout, key.environment, devices, method
+            )
+            try:
+                _check_descriptors(key.layout.world_size)
+                rank_set.start()
+            except BaseException as error:
+                rank_set.broken = True
+                rank_set.stop()
+                if self._may_start_now(error, key, devices, method):
+                    continue
+                if not isinstance(error, OSError):
+                    raise
+                what = f"{key.layout.world_size} ranks could not be started: {error}"
+                raise RankFailed(what) from error
+            self.started += 1
+            return rank_set
+
+    def _may_start_now(
+        self, error: BaseException, key: RankSetKey, devices: Devices, method: str
+    ) -> bool:
+        """Do something that may help after this failure to start; False if there is nothing."""
+        if isinstance(error, RankFailed):
+            if method != "spawn" and CUDA_NEEDS_SPAWN in str(error):
+                self._cuda_needs_spawn = True
+                return True
+            return self.leave_gpus(key, devices, error)
+        no_more = isinstance(error, OSError) and error.errno in NO_MORE_PROCESSES
+        return no_more and self.stop_oldest()
 
     def keep(self, key: RankSetKey, devices: Devices, rank_set: RankSet) -> None:
         """Keep a set that has done its work."""
-        self._sets[key, devices] = rank_set
+        self._idle[key, devices] = rank_set
 
     def take(self, key: RankSetKey, devices: Devices) -> RankSet | None:
         """Take the set out, so that it can work; None if there is none that still can."""
-        rank_set = self._sets.pop((key, devices), None)
+        rank_set = self._idle.pop((key, devices), None)
         if rank_set is None:
             return None
         outdated = rank_set.modules_version != user_modules.version()
@@ -249,50 +203,50 @@ class IdleSets:
 
     def devices_of(self, key: RankSetKey) -> list[Devices]:
         """The GPUs of the sets that can be used for this key."""
-        return [devices for idle_key, devices in self._sets if idle_key == key]
+        return [devices for idle_key, devices in self._idle if idle_key == key]
 
-    def sets(self) -> list[RankSet]:
-        """All sets, first the one that was idle longest."""
-        return list(self._sets.values())
+    def idle(self) -> list[RankSet]:
+        """The idle sets, first the one that was idle longest."""
+        return list(self._idle.values())
 
     def make_room(self, key: RankSetKey, devices: Devices) -> None:
         """Stop idle sets until there are few enough ranks with those of the new set."""
         most = min(MAX_IDLE_RANKS, _max_ranks())
-        while self._sets and self._count() + key.layout.world_size > most:
+        while self._idle and self._count() + key.layout.world_size > most:
             self.stop_oldest()
         if key.in_process:  # this process can be a rank of only one set at a time
-            for idle_key in [idle_key for idle_key in self._sets if idle_key[0].in_process]:
-                self._sets.pop(idle_key).stop()
+            for idle_key in [idle_key for idle_key in self._idle if idle_key[0].in_process]:
+                self._idle.pop(idle_key).stop()
         for gpu, processes in key.processes_on(devices).items():
             most = gpu_room().most_on(gpu)
             while (idle := self._idle_on(gpu)) and sum(idle.values()) + processes > most:
-                self._sets.pop(next(iter(idle))).stop()
+                self._idle.pop(next(iter(idle))).stop()
 
     def leave_gpus(self, key: RankSetKey, devices: Devices, error: RankFailed) -> bool:
         """Stop the idle sets that share GPUs with ranks for which these had no room.
 
         False if the ranks failed for another reason, or if there is no such set.
         """
-        lack, gpus = lack_of(error), key.processes_on(devices)
-        if lack is Lack.PLACE:
-            for gpu in gpus:
-                gpu_room().note_exclusive(gpu)
-        sharing = [idle for idle in self._sets if lack and gpus & idle[0].processes_on(idle[1])]
+        gpus = key.processes_on(devices)
+        if failed_with(error, BUSY):
+            gpu_room().exclusive.update(gpus)
+        lack = failed_with(error, (*BUSY, *OUT_OF_MEMORY))
+        sharing = [idle for idle in self._idle if lack and gpus & idle[0].processes_on(idle[1])]
         for idle in sharing:
-            self._sets.pop(idle).stop()
+            self._idle.pop(idle).stop()
         return bool(sharing)
 
     def stop_oldest(self) -> bool:
         """Stop the set that was idle longest; False if there is none."""
-        if not self._sets:
+        if not self._idle:
             return False
-        self._sets.pop(next(iter(self._sets))).stop()
+        self._idle.pop(next(iter(self._idle))).stop()
         return True
 
     def stop(self) -> None:
-        """Stop all sets."""
-        while self._sets:
-            _, rank_set = self._sets.popitem()
+        """Stop all idle sets."""
+        while self._idle:
+            _, rank_set = self._idle.popitem()
             rank_set.stop()
 
     def forget(self) -> None:
@@ -301,16 +255,16 @@ class IdleSets:
         They are not freed: the process group of rank 0 in process would wait for its threads, which
         no fork has.
         """
-        _of_the_parent.append(self._sets)
-        self._sets = {}
+        _of_the_parent.append(self._idle)
+        self._idle = {}
 
     def _idle_on(self, gpu: str) -> dict[tuple[RankSetKey, Devices], int]:
         """The idle sets on this GPU, with their processes there; first that idle longest."""
-        found = {idle_key: idle_key[0].processes_on(idle_key[1])[gpu] for idle_key in self._sets}
+        found = {idle_key: idle_key[0].processes_on(idle_key[1])[gpu] for idle_key in self._idle}
         return {idle_key: processes for idle_key, processes in found.items() if processes}
 
     def _count(self) -> int:
-        return sum(rank_set.layout.world_size for rank_set in self._sets.values())
+        return sum(rank_set.layout.world_size for rank_set in self._idle.values())
 
 
 def _max_ranks() -> int:
@@ -319,6 +273,35 @@ def _max_ranks() -> int:
     if limit == resource.RLIM_INFINITY:
         return MAX_IDLE_RANKS
     return limit // 2 // DESCRIPTORS_PER_RANK
+
+
+def must_leave(key: RankSetKey, devices: Devices) -> bool:
+    """True if these ranks must not stay idle, since other workers of the run need their GPUs.
+
+    Where only one process at a time can use a GPU, a rank that stays there keeps all others out.
+    """
+    exclusive = gpu_room().exclusive & key.processes_on(devices).keys()
+    return bool(exclusive) and xdist_locks() is not None
+
+
+def _check_descriptors(ranks: int) -> None:
+    """Raise OSError unless enough file descriptors are free for this number of ranks.
+
+    Without this check the descriptors could run out while ranks start. That ends the fork server,
+    and with it every other rank.
+    """
+    with ExitStack() as opened:
+        for _ in range(ranks * DESCRIPTORS_PER_RANK + DESCRIPTORS_TO_START):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+
+
+@lru_cache(maxsize=1)
+def warm_ranks() -> WarmRanks:
+    """The warm ranks of this process, which are stopped when it ends."""
+    ranks = WarmRanks()
+    atexit.register(ranks.stop)
+    os.register_at_fork(after_in_child=ranks.forget)
+    return ranks
 
 
 # Shares out CPU cores and GPUs between the workers of one pytest-xdist run.

@@ -104,7 +104,7 @@ def test_tf32_is_what_torch_and_the_environment_allow(
     try:
         assert tf32_of(RANK) == expected
     finally:
-        process_state.restore_settings(before)
+        process_state.apply(before)
 
 
 def test_the_report_names_gpus_and_precision_in_words() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import argparse
 import collections
 import contextvars
@@ -52,8 +51,6 @@ SPACE = types.SimpleNamespace(a=1, b=[1])
 NAMESPACE = argparse.Namespace(a=1)
 CONTEXT = contextvars.ContextVar("CONTEXT", default=1)
 LIBRARY = ctypes.CDLL(None)
-T = typing.TypeVar("T")
-MAYBE = typing.Optional[int]  # noqa: UP045  # another type than int | None
 EITHER = int | None
 ALIAS = dict[str, list[int]]
 NAN, MINUS_ZERO, INFINITY = math.nan, -0.0, math.inf
@@ -87,11 +84,6 @@ class Colour(enum.Enum):
     BLUE = enum.auto()
 
 
-class Flags(enum.IntFlag):
-    A = 1
-    B = 2
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frozen:
     a: int = 1
@@ -109,19 +101,16 @@ class Pair(typing.NamedTuple):
     second: list[int]
 
 
-class Base(abc.ABC):
+class Base:
     instances: typing.ClassVar[list[Base]] = []
-
-    @abc.abstractmethod
-    def run(self) -> int: ...
 
     @property
     def twice(self) -> int:
-        return 2 * self.run()
+        return 2
 
     @functools.cached_property
     def thrice(self) -> int:
-        return 3 * self.run()
+        return 3
 
 
 class Registered(type):
@@ -182,11 +171,6 @@ def double(value: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=None)  # noqa: UP033
 def cached(value: int) -> int:
-    return value
-
-
-@torch.no_grad()
-def without_gradient(value: torch.Tensor) -> torch.Tensor:
     return value
 
 

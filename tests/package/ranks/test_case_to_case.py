@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -171,30 +170,6 @@ def test_a_precision_set_for_one_backend_is_reported_and_restored() -> None:
         change = "backends.cuda.matmul.fp32_precision changed from none to tf32"
         assert verdict.changed == {0: (change,), 1: (change,)}
         assert verdict.outcome == "unknown"
-    assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
-
-
-@pytest.mark.parametrize("module", process_state.PRECISION_MODULES)
-def test_a_precision_is_read_as_its_module_shows_it(module: str) -> None:
-    setting = process_state.SETTINGS[f"{module}.fp32_precision"]
-    shown = attrgetter(f"{module}.fp32_precision")
-    before = process_state.read_training_settings()
-    try:
-        for precision in ("ieee", "tf32"):
-            setting.write(precision)
-            assert setting.read() == shown(torch) == precision
-    finally:
-        process_state.apply(before)
-    assert setting.read() == shown(torch)
-
-
-def test_a_precision_set_in_the_test_holds_on_the_ranks() -> None:
-    before = process_state.read_training_settings()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert check(own_case(), prints_its_precision).output[1].split() == ["high"]
-    finally:
-        process_state.apply(before)
     assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 

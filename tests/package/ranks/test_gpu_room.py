@@ -7,13 +7,18 @@ from typing import Any, cast
 import pytest
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import gpu_room, lanes, warm_ranks
-from ddp_equivalence.ranks import warm_ranks as idle_sets
+from ddp_equivalence.ranks import gpu_room, warm_ranks
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
-from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
+from ddp_equivalence.ranks.gpu_room import (
+    BUSY,
+    OUT_OF_MEMORY,
+    GpuRoom,
+    failed_with,
+    processes_by_gpu,
+)
 from ddp_equivalence.ranks.gpus import Gpu
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.warm_ranks import IdleSets, RankSetKey
+from ddp_equivalence.ranks.warm_ranks import RankSetKey, WarmRanks
 
 NCCL = Lane("nccl", "nccl", "cuda")
 GLOO_CUDA = Lane("gloo_cuda", "gloo", "cuda")
@@ -38,7 +43,7 @@ def key(layout: str, lane: Lane = NCCL) -> RankSetKey:
     return RankSetKey(parse(layout), lane, 30.0, (), "forkserver")
 
 
-def keep(idle: IdleSets, layout: str, lane: Lane = NCCL) -> Idle:
+def keep(idle: WarmRanks, layout: str, lane: Lane = NCCL) -> Idle:
     kept = Idle(layout)
     idle.keep(key(layout, lane), GPUS if lane.device_type == "cuda" else (), cast(Any, kept))
     return kept
@@ -53,7 +58,7 @@ def fails_with(text: str) -> RankFailed:
 def room(monkeypatch: pytest.MonkeyPatch) -> GpuRoom:
     """Four GPUs with room for two processes each."""
     room = GpuRoom(dict.fromkeys(GPUS, 2))
-    for module in (gpu_room, idle_sets, warm_ranks):
+    for module in (gpu_room, warm_ranks):
         monkeypatch.setattr(module, "gpu_room", lambda: room)
     return room
 
@@ -79,7 +84,7 @@ def test_idle_ranks_may_hold_a_quarter_of_the_memory_of_a_gpu(
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     room = gpu_room.gpu_room.__wrapped__()
     assert room.most_on("2") == most
-    assert not room.is_exclusive("2")
+    assert "2" not in room.exclusive
 
 
 def test_a_gpu_for_one_process_at_a_time_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,43 +94,28 @@ def test_a_gpu_for_one_process_at_a_time_has_room_for_one(monkeypatch: pytest.Mo
     monkeypatch.delenv(gpu_room.WORKERS_VARIABLE, raising=False)
     room = gpu_room.gpu_room.__wrapped__()
     assert (room.most_on("0"), room.most_on("1")) == (gpu_room.WITHOUT_NVML, 1)
-    assert room.is_exclusive("1")
-
-
-def test_ranks_cannot_share_a_gpu_for_one_process_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
-    for mode, reason in (
-        ("default", None),
-        (
-            "exclusive_process",
-            "needs 2 CUDA devices (EXCLUSIVE_PROCESS: one process each), found 1",
-        ),
-    ):
-        found = {"0": Gpu(0, compute_mode=mode)}
-        monkeypatch.setattr("ddp_equivalence.ranks.gpus.gpus_by_name", lambda _, found=found: found)
-        assert lanes.missing("gloo_cuda", 1) is None
-        assert lanes.missing("gloo_cuda", 2) == reason
+    assert "1" in room.exclusive
 
 
 @pytest.mark.parametrize(
-    ("text", "lack"),
+    ("text", "phrases"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB", Lack.MEMORY),
-        ("DistBackendError: Cuda failure 2 'out of memory'", Lack.MEMORY),
-        ("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Lack.MEMORY),
-        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", Lack.PLACE),
-        ("AssertionError: no such thing", None),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB", OUT_OF_MEMORY),
+        ("DistBackendError: Cuda failure 2 'out of memory'", OUT_OF_MEMORY),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", OUT_OF_MEMORY),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", BUSY),
     ],
 )
-def test_what_a_gpu_lacked_is_read_from_the_error_of_any_rank(text: str, lack: Lack | None) -> None:
-    assert lack_of(fails_with(text)) is lack
+def test_what_a_gpu_lacked_is_read_from_the_error_of_any_rank(
+    text: str, phrases: tuple[str, ...]
+) -> None:
+    assert failed_with(fails_with(text), phrases)
+    assert not failed_with(fails_with("AssertionError: no such thing"), phrases)
 
 
 @pytest.mark.usefixtures("room")
 def test_the_sets_that_were_idle_longest_on_a_full_gpu_leave() -> None:
-    idle = IdleSets()
+    idle = WarmRanks()
     on_cpu, first, second = keep(idle, "1x2", ON_CPU), keep(idle, "2x2"), keep(idle, "4x1")
     idle.make_room(key("1x4"), GPUS)
     assert (on_cpu.stopped, first.stopped, second.stopped) == (False, True, False)
@@ -134,7 +124,7 @@ def test_the_sets_that_were_idle_longest_on_a_full_gpu_leave() -> None:
 
 
 def test_sets_leave_gpus_that_had_no_memory_for_the_next_ranks(room: GpuRoom) -> None:
-    idle = IdleSets()
+    idle = WarmRanks()
     on_cpu, on_gpus = keep(idle, "1x2", ON_CPU), keep(idle, "2x2")
     assert not idle.leave_gpus(key("1x4"), GPUS, fails_with("no such thing"))
     assert not idle.leave_gpus(key("1x2", ON_CPU), (), fails_with("out of memory"))
@@ -142,15 +132,15 @@ def test_sets_leave_gpus_that_had_no_memory_for_the_next_ranks(room: GpuRoom) ->
     assert idle.leave_gpus(key("1x4"), GPUS, fails_with("CUDA error: out of memory"))
     assert [one.stopped for one in (on_cpu, on_gpus)] == [False, True]
     assert not idle.leave_gpus(key("1x4"), GPUS, fails_with("CUDA error: out of memory"))
-    assert not room.is_exclusive("0")
+    assert not room.exclusive
 
 
 def test_a_gpu_that_was_busy_is_for_one_process_from_then_on(room: GpuRoom) -> None:
-    idle = IdleSets()
+    idle = WarmRanks()
     kept = keep(idle, "2x2")
-    assert idle.leave_gpus(key("1x4"), GPUS, fails_with(f"CUDA error: {gpu_room.BUSY}"))
+    assert idle.leave_gpus(key("1x4"), GPUS, fails_with(f"CUDA error: {BUSY[0]}"))
     assert kept.stopped
-    assert all(map(room.is_exclusive, GPUS))
+    assert room.exclusive == set(GPUS)
 
 
 def test_ranks_leave_a_gpu_for_one_process_that_other_workers_need(
@@ -158,7 +148,7 @@ def test_ranks_leave_a_gpu_for_one_process_that_other_workers_need(
 ) -> None:
     monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: object())
     assert not warm_ranks.must_leave(key("2x2"), GPUS)
-    room.note_exclusive("1")
+    room.exclusive.add("1")
     assert warm_ranks.must_leave(key("2x2"), GPUS)
     assert not warm_ranks.must_leave(key("1x2", ON_CPU), ())
     monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from ddp_equivalence.report.script import export
 from tests.package.own_cases import loss, own_case, right_step
-from tests.package.report.exported_scripts import torchrun
 
 
 def main(model: nn.Module, shard: Any, factor: float = 1.0) -> None:
@@ -100,9 +97,3 @@ def test_another_rank_or_number_of_ranks_is_an_error(arguments: Any, says: str) 
     assert says in " ".join(str(verdict).split())
     assert verdict.failure is not None
     assert "test_groups_of_a_script.py" in str(verdict).split("Root cause")[1].split("| ")[0]
-
-
-def test_the_script_of_such_a_step_keeps_its_own_group(tmp_path: Path) -> None:
-    code, shown = torchrun(export(own_case(), wrong_step_as_a_script, tmp_path), ranks=2)
-    assert code == 1, shown
-    assert "different: 4 of 4 parameters" in shown

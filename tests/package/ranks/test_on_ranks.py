@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence import BadCase, Rank, RankFailed, check
+from ddp_equivalence import Rank, RankFailed, check
 from ddp_equivalence.ranks.warm_ranks import on_ranks
 from tests.package.own_cases import own_case, right_step
 
@@ -34,11 +34,6 @@ def test_results_are_in_the_order_of_the_ranks() -> None:
 def test_a_rank_that_raises_is_named() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 .*no such file: rows\.csv"):
         on_ranks("1x2", fails_on_rank_1)
-
-
-def test_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(BadCase, match="layout"):
-        on_ranks("two", summed, 1)
 
 
 def test_a_check_on_the_same_ranks_counts_its_own_collectives_only() -> None:

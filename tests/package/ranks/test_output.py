@@ -55,11 +55,7 @@ def test_prints(equivalence):
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("--capture=fd",), ("--capture=no",), ("-n", "1")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [("--capture=fd",), ("-n", "1")], ids=" ".join)
 def test_the_output_of_each_rank_is_with_its_test_under_every_capture_mode(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:

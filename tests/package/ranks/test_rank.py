@@ -42,22 +42,11 @@ def test_a_rank_is_its_number(rank: Rank) -> None:
     assert f"rank {rank}, {rank:02d}" == "rank 3, 03"
 
 
-def test_the_first_rank_is_false_and_the_others_are_true(rank: Rank) -> None:
-    first = Rank(0, 4, 0, 2, 0, 2, torch.device("cpu"), "gloo")
-    assert not first
-    assert rank
-
-
 def test_a_rank_keeps_its_fields_and_shows_them(rank: Rank) -> None:
     copied = pickle.loads(pickle.dumps(rank))
     assert (copied, copied.rank, copied.node, copied.backend) == (3, 3, 1, "gloo")
     assert repr(copied) == repr(rank)
     assert repr(rank).startswith("Rank(rank=3, world_size=4, local_rank=1,")
-
-
-def test_nobody_can_change_a_rank(rank: Rank) -> None:
-    with pytest.raises(AttributeError):
-        rank.rank = 0  # type: ignore[misc]
 
 
 def only_rank_0_prints(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -148,21 +148,3 @@ def test_an_xdist_worker_that_is_killed_is_reported_and_the_others_go_on(
     assert re.search(r"worker 'gw\d' crashed while running 'test_training.py::test_killed'", text)
     assert "1 failed, 2 passed" in text
     assert not user_run.left_behind()
-
-
-ENDS_THE_SERVER = """
-def test_ends_the_server():
-    server = forkserver._forkserver
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(server._forkserver_address)
-    os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
-"""
-
-
-def test_ranks_start_again_after_the_fork_server_has_failed(user_run: MarkedRun) -> None:
-    """The server fails when a client asks for a process and closes the connection at once."""
-    write_tests(user_run, "1x2", tests=ENDS_THE_SERVER + TRAINS)
-    code, text = run(user_run.folder, more=variables(user_run))
-    assert code == 0, text
-    assert "EOFError" in text
-    assert not user_run.left_behind()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.ranks.process_state import _uses_torch
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 LIBRARY = '''
@@ -135,30 +133,3 @@ def shuffles(model: Any, shard: Any, rank: Any) -> None:
         optimizer.zero_grad()
         loss(net, [leaf[chosen] for leaf in shard]).backward()
         optimizer.step()
-
-
-@pytest.mark.usefixtures("library")
-def test_no_new_ranks_start_for_a_trainer_that_only_reads_in_another_order() -> None:
-    ranks = []
-    for _ in range(2):
-        verdict = check(CASE, shuffles, compare="update", steps=2)
-        assert (verdict.outcome, verdict.again.on_used_ranks) == ("same", None)
-        assert verdict.read_in_another_order
-        ranks.append(warm_ranks().started)
-    assert ranks[0] == ranks[1]
-
-
-class Incomparable:
-    """Like a value in the standard library's zoneinfo, whose comparison looks for an attribute."""
-
-    def __eq__(self, other: object) -> bool:
-        raise AttributeError("no attribute 'utcoff'")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("uses", [True, False])
-def test_a_value_that_cannot_be_compared_does_not_stop_the_search(uses: bool) -> None:
-    module = ModuleType("a_module")
-    vars(module).update(first=Incomparable(), second=torch if uses else None)
-    assert _uses_torch(module) is uses

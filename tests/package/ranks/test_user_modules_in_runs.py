@@ -83,18 +83,8 @@ def test_same_again(equivalence):
 """
 
 
-def test_a_module_that_pytest_patches_is_judged_as_patched(tmp_path: Path) -> None:
-    package = tmp_path / "helpers"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "train.py").write_text(HELPER)
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    (tmp_path / "test_theirs.py").write_text(TESTS + CASE + TESTS_END)
-    status, output = someone_elses_run.run(tmp_path, "-q", "--import-mode=importlib")
-    assert (status, "4 passed" in output) == (0, True), output
-
-
-def test_asserts_that_pytest_rewrites_are_no_change_of_a_module(tmp_path: Path) -> None:
+def test_a_module_that_pytest_patches_and_rewrites_is_judged_as_patched(tmp_path: Path) -> None:
+    """That pytest rewrites the asserts of the module is no change."""
     package = tmp_path / "helpers"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -102,8 +92,9 @@ def test_asserts_that_pytest_rewrites_are_no_change_of_a_module(tmp_path: Path) 
     (tmp_path / "conftest.py").write_text(
         "import pytest\npytest.register_assert_rewrite('helpers')\n"
     )
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     (tmp_path / "test_theirs.py").write_text(TESTS + CASE + TESTS_END)
-    status, output = someone_elses_run.run(tmp_path, "-q")
+    status, output = someone_elses_run.run(tmp_path, "-q", "--import-mode=importlib")
     assert (status, "4 passed" in output) == (0, True), output
 
 

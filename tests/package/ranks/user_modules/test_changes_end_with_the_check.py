@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence import Rank
+from ddp_equivalence.ranks import user_modules
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, right_step
 from tests.package.ranks import many_kinds
@@ -52,7 +54,11 @@ def test_a_lazily_imported_module_that_the_caller_never_imported_is_fresh_each_t
     assert "seldom" not in sys.modules
 
 
-def test_ranks_that_use_such_a_module_are_used_again() -> None:
+def test_ranks_that_use_such_a_module_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither these ranks nor this process know modules of other tests, which may change."""
+    monkeypatch.setattr(user_modules, "_noticed", set())
+    warm_ranks().stop()
+
     def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
         assert many_kinds.right()
         right_step(model, shard, rank)

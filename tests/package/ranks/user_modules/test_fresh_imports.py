@@ -60,15 +60,6 @@ def test_a_new_value_that_cannot_be_pickled_is_refused_by_name(train: Any, value
         check(own_case(), step_with(train))
 
 
-def test_a_value_that_is_too_large_to_travel_is_refused_by_name(
-    train: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train.EXTRA = None
-    train.SETTINGS["rows"] = b"x" * (65 * 2**20)
-    with pytest.raises(BadCase, match=r"trained\.SETTINGS\['rows'\].*MB"):
-        check(own_case(), step_with(train))
-
-
 def test_a_module_that_nobody_has_changed_differs_in_nothing_from_a_new_import() -> None:
     """It has a global of every kind: locks, files, random generators, models, hostile classes.
 

@@ -141,14 +141,12 @@ ENTRIES: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(ENTRIES)))
-def test_a_step_that_refers_only_to_an_entry_of_a_registry_gets_it(
-    registry: Registry, number: int
-) -> None:
+def test_a_step_that_refers_only_to_an_entry_of_a_registry_gets_it(registry: Registry) -> None:
     module = registry.module
     for rows in "ab":
         registry.add(rows)
-    assert outcome(step_that_has(module, ENTRIES[number](module))) == SAME
+    for entry in ENTRIES:
+        assert outcome(step_that_has(module, entry(module))) == SAME
     assert outcome(step_that_has(module, module.ROWS["b_sum"].settings)) == SUMMED
 
 
@@ -272,23 +270,6 @@ def test_a_module_made_by_hand_travels_by_value(registry: Registry) -> None:
         patch.setitem(sys.modules, made.__name__, made)
         assert outcome(step_by_name(registry.module, "made_mean")) == SAME
         assert outcome(step_by_name(registry.module, "made_sum")) == SUMMED
-
-
-def test_an_object_in_place_of_a_module_is_a_registry_too(registry: Registry) -> None:
-    name = f"{registry.name}_object"
-    text = REGISTRY + "\nimport sys, types\nsys.modules[__name__] = types.SimpleNamespace("
-    text += "row=row, Base=Base, ROWS=ROWS, PLAIN=PLAIN, average=average)\n"
-    (registry.folder / f"{name}.py").write_text(text)
-    registry.name = name
-    rows = registry.add("a")
-    row = rows.row.__globals__["ROWS"]["a_mean"]
-    assert outcome(step_that_has(rows, row.settings)) == SAME
-    assert outcome(functools.partial(_with_row, row)) == SAME
-
-
-def _with_row(row: Any, model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
-    loss(model, shard).backward()
-    row.reduce(model, row.settings)
 
 
 def test_an_entry_that_only_this_process_has_is_named(registry: Registry) -> None:

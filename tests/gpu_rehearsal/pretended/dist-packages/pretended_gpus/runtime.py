@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 
 import torch
 
@@ -40,6 +41,9 @@ def count() -> int:
     """
     if state.shown is None and torch.cuda._device_count_nvml() < 0:
         state.used = True
+        if settings.nvml() == "mismatch":
+            warnings.warn("CUDA initialization: unsupported display driver", stacklevel=2)
+            return 0
     return len(gpus())
 
 
