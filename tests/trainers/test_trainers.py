@@ -6,13 +6,15 @@ one device: it makes what several ranks compute differ from one device with one 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from ddp_equivalence import observe
+from ddp_equivalence.observed_scripts import launch
+from tests.package.observed_scripts.interpreters import started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -51,9 +53,9 @@ def test_a_trainer_with_one_mistake_is_different_from_its_first_wrong_step_on(
     mistake, script = MISTAKES[name], (SCRIPTS / f"{name}.py").read_text("utf-8")
     assert script.count(mistake.right) == 1
     (tmp_path / f"{name}.py").write_text(script.replace(mistake.right, mistake.wrong), "utf-8")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    command = (*torchrun, "--nproc-per-node", "2", f"{name}.py")
-    found = observe(command, folder=tmp_path, deadline=300.0, steps=3)
+    command = f"torchrun --standalone --nproc-per-node 2 {name}.py"
+    with patch.object(launch, "start", started):
+        found = observe(command, folder=tmp_path, deadline=300.0, steps=mistake.first)
     before = mistake.first - 1
     outcomes = [one.outcome for one in found.verdicts][: mistake.first]
     assert outcomes == ["same"] * before + ["different"], str(found)

@@ -2,8 +2,9 @@
 
 ``observe`` starts an interpreter two or three times for a script, and each needs two seconds of
 processor time to import torch and torch._dynamo. A fork of one that has imported them needs none.
-It gets the same command, environment, folder and output, and the same watch begins in it. Tests
-whose subject is how a command is started, such as by torchrun, start real ones.
+It gets the same command, environment, folder and output, and the same watch begins in it. In the
+place of torchrun, a fork forks the ranks. Tests whose subject is how a command is started start
+real interpreters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,12 +37,15 @@ from ddp_equivalence.observed_scripts.told import VARIABLE
 
 @dataclass(frozen=True)
 class Start:
-    """What a fork is to run, and with what."""
+    """What a fork is to run, and with what. ``ranks``: how many forks of the fork run it; None if
+    it runs it itself.
+    """
 
     command: Sequence[str]
     at: str
     environment: Mapping[str, str]
     output: str
+    ranks: int | None = None
 
 
 # --- in the interpreter that is forked
@@ -90,6 +97,8 @@ def _run(start: Start) -> NoReturn:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.clear()
     os.environ.update(start.environment)
+    if start.ranks is not None:
+        _be_a_rank_of(start.ranks)
     _, script, *words = start.command
     sys.argv, sys.orig_argv = [script, *words], list(start.command)
     paths = start.environment["PYTHONPATH"].split(os.pathsep)
@@ -114,6 +123,30 @@ def _run(start: Start) -> NoReturn:
     os._exit(code)
 
 
+def _be_a_rank_of(world_size: int) -> None:
+    """Fork the ranks as torchrun starts them, and wait for them; only a rank returns from here."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks: list[int] = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            values = (rank, rank, world_size, world_size)
+            os.environ.update(zip(names, map(str, values), strict=True))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            return
+        ranks.append(pid)
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status:
+            for rank in ranks:
+                os.kill(rank, signal.SIGTERM)
+            os._exit(1)
+    os._exit(0)
+
+
 def processes_of(leader: int) -> list[psutil.Process]:
     """All processes in the session that this process leads."""
     found = []
@@ -131,8 +164,9 @@ class ForkedProcess:
     """Stands in for ``subprocess.Popen`` where ``Running`` starts a command."""
 
     def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], **more: Any):
-        self._output = Path(more["stdout"].name)
-        self.pid: int = _asked(Start(tuple(command), str(cwd), dict(env), str(self._output)))
+        output = str(Path(more["stdout"].name))
+        start = Start(tuple(command), str(cwd), dict(env), output, more.get("ranks"))
+        self.pid: int = _asked(start)
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -186,10 +220,20 @@ def _asked(question: Start | int) -> Any:
     return connection.recv()
 
 
+TORCHRUN = re.compile(r"(\S*/)?torchrun|\S*python\S* -m torch.distributed.run")
+
+
 def started(command: Sequence[str], **keywords: Any) -> Any:
-    """A fork for a script of these tests, which is started as ``python SCRIPT ...``; else a real
-    process.
+    """A fork for a script that is started as ``python SCRIPT ...`` or by torchrun on one node; else
+    a real process.
     """
+    launcher = TORCHRUN.match(" ".join(command))
+    if launcher is not None:
+        words = list(command[len(launcher[0].split()) :])
+        options = [words.pop(0) for _ in range(next(n for n, w in enumerate(words) if ".py" in w))]
+        assert set(options[:-1]) <= {"--standalone", "--nproc-per-node"}, command
+        script = (sys.executable, *words)
+        return ForkedProcess(script, **keywords, ranks=int(options[-1]))
     if len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py"):
         return ForkedProcess(command, **keywords)
     return subprocess.Popen(command, **keywords)
