@@ -25,7 +25,6 @@ ONE_OF = {
     "package/gate": 4,
     "package/observed_scripts": 4,
     "package/observed_scripts/test_commands_and_files.py": 3,
-    "package/observed_scripts/test_marked_lines.py": 3,
     "package/observed_scripts/test_observed_scripts.py": 6,
     "package/pytest_plugin": 4,
     "package/report": 6,

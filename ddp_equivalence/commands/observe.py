@@ -124,9 +124,10 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Observe the command and print the report."""
-    from ddp_equivalence.observed_scripts.recording import ObserveOptions, ScriptFailed
+    from ddp_equivalence.observed_scripts.recording import ScriptFailed
     from ddp_equivalence.observed_scripts.report import report_lines, write_json
     from ddp_equivalence.observed_scripts.script_observation import observe, plan
+    from ddp_equivalence.observed_scripts.told import ObserveOptions
 
     command = arguments.training
     if command[:1] == ["--"]:

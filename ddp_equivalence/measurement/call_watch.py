@@ -188,10 +188,6 @@ class CallWatch:
         if off_at is not None:
             self._append_if_recorded(Kind.SYNCHRONISATION, off_at, value=0.0)
 
-    def was_hooked(self, hook: Any, at: Lines) -> None:
-        """These lines gave a wrapper a communication hook."""
-        self._append_if_recorded(Kind.HOOK, at, **facts_of_hook(hook))
-
     def were_made_before(self, calls: Sequence[Call]) -> None:
         """These calls were made before the model was watched."""
         self.calls.extend(calls[: MOST_CALLS // 2])
@@ -549,16 +545,8 @@ def _divide_factor(frame: FrameType) -> dict[str, Any]:
 
 
 def _hook(frame: FrameType) -> dict[str, Any]:
-    hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
-    return facts_of_hook(hook)
-
-
-def facts_of_hook(hook: Any) -> dict[str, Any]:
-    """The fields of a call that gives DDP this communication hook."""
-    return {
-        "what": getattr(hook, "__name__", str(hook)),
-        "made_at": beginning_of(hook),
-    }
+    hook: Any = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
+    return {"what": getattr(hook, "__name__", str(hook)), "made_at": beginning_of(hook)}
 
 
 def _sampler(frame: FrameType) -> dict[str, Any]:

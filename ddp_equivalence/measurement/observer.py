@@ -139,10 +139,6 @@ class Observer:
         self._calls.was_wrapped(ddp, lines, off_at)
         self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
-    def was_hooked(self, hook: Any, lines: Lines) -> None:
-        """These lines gave a wrapper a communication hook, before the model was watched."""
-        self._calls.was_hooked(hook, lines)
-
     def was_set_up(self, calls: Sequence[Call]) -> None:
         """These calls were made before the model was watched."""
         self._calls.were_made_before(calls)

@@ -1,10 +1,16 @@
-"""An observed step as a case, whose loss asks the script itself, and the sums of its gradients."""
+"""An observed step as ``check`` knows steps: its case, whose loss asks the script itself, its
+analysis, and what was seen of it when the ranks ran once more.
+
+So the comparison and the diagnosis of ``check`` need to know nothing of scripts.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,17 +18,30 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.gradients import digest
+from ddp_equivalence.comparison.rounding import Expected
+from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.draws import ReferenceDraws
+from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
+from ddp_equivalence.diagnosis.view import View, with_measurement
+from ddp_equivalence.measurement.calls import Operations
+from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
 from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
-from ddp_equivalence.observed_scripts.query import State
 from ddp_equivalence.observed_scripts.record import Record, Row
-from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, OWN, GradientKind, Step
+from ddp_equivalence.observed_scripts.recorded_step import (
+    BEFORE_CLIP,
+    OWN,
+    GradientKind,
+    Step,
+    rank_folder,
+    read_whole,
+)
 from ddp_equivalence.observed_scripts.rows import Part, joined
-
-# An observed step as a case: its examples are the rows that the ranks read, and its loss asks the
-# script itself for the gradient of any of them.
-#
-# So the comparison and the diagnosis of ``check`` need to know nothing of scripts.
+from ddp_equivalence.observed_scripts.told import OF_RECORD, LookAt, State
+from ddp_equivalence.report.verdict import Verdict
 
 MOST_LABELS = 1 << 20
 """Tensors with more elements than this are not looked at as labels."""
@@ -46,7 +65,7 @@ class ObservedStep:
     group: tuple[int, ...]
     rows: tuple[Row, ...]
     before: ObservedStep | None = None
-    state: State = field(default_factory=State)
+    state: State = OF_RECORD
 
     @property
     def ranks(self) -> range:
@@ -72,11 +91,13 @@ class ObservedStep:
         answer = self.oracle.answer(self.group, [self.rows[row] for row in rows], nudge, self.state)
         return answer.steps[self.group.index(self.number)]
 
-    def computed_alone(self, rows: Sequence[int]) -> dict[str, Tensor | None]:
-        """What backward computes from these rows in one process, as ``gradients`` with ``OWN`` on a
-        rank. Raises CannotReplay.
-        """
-        return self.by_short_name(self.answer(rows).computed)
+    def alone(self, rank: int) -> Step:
+        """What the script computes from the rows of one rank. Raises CannotReplay."""
+        return self.answer(self.rows_by_rank[rank])
+
+    def computed(self, answer: Step) -> dict[str, Tensor | None]:
+        """What backward computed in one process, as ``gradients`` with ``OWN`` on a rank."""
+        return self.by_short_name(answer.computed)
 
     def by_short_name(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The gradients, by the names that reports use."""
@@ -118,9 +139,10 @@ class ObservedStep:
         and masks: a loss may divide by their count. ``[rows, ...]``, padded where ranks differ.
         """
         parts: list[Part] = [
-            (replace(rows, tensors=_whole_numbers(rows.tensors), entries={}), None)
+            (replace(rows, tensors=whole, entries={}), None)
             for rank in self.ranks
             for rows in self.record.read(rank, self.group)
+            for whole in [{path: one for path, one in rows.tensors.items() if _is_whole(one)}]
         ]
         try:
             together = joined(parts)
@@ -145,15 +167,11 @@ class ObservedStep:
         return {self.short(name): found[name] for name in names if name in found}
 
 
-def _whole_numbers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        path: tensor
-        for path, tensor in tensors.items()
-        if not (tensor.is_floating_point() or tensor.is_complex())
-    }
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def as_case(step: ObservedStep, kind: GradientKind, layout: str) -> Case:
+def as_case(step: ObservedStep, kind: GradientKind) -> Case:
     """The case of a step. ``kind``: which gradients its loss leaves. Weights keep their dtypes."""
     weights = step.weights()
     order = tuple(weights)
@@ -184,6 +202,10 @@ def as_case(step: ObservedStep, kind: GradientKind, layout: str) -> Case:
         return result
 
     loss.__name__ = "loss_of_the_script"
+    world_size = step.record.world_size
+    local = step.record.runs[0].get("local_world_size") or world_size
+    nodes, rest = divmod(world_size, local)
+    layout = f"{nodes}x{local}" if nodes and not rest else f"1x{world_size}"
     return Case(model=build, batch=batch, loss=loss, layout=layout, shards="own", dtype=None)
 
 
@@ -289,3 +311,131 @@ def holds_the_mean_of_own(step: ObservedStep, more: GradientKind | None = None) 
     terms = [(-1.0 / len(step.ranks), one) for one in computed]
     held = [step.gradients(rank, BEFORE_CLIP) for rank in step.ranks]
     return all(distance([(1.0, one), *terms]) <= rounding_of(one) for one in held)
+
+
+# What is costly to know of a step that differs, computed when it is asked for.
+
+MARKED = "> marks where the ranks part from one process that has all rows."
+
+
+class AnalysisOfScript(Analysis):
+    """An analysis of a step that no rank can run again, since it is a part of a script.
+
+    ``kind``: which gradients are compared.
+    """
+
+    def __init__(self, request: Request, expected: Expected, kind: GradientKind) -> None:
+        super().__init__(request, expected)
+        self.kind = kind
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """All explanations of the difference, best first."""
+        return self.explanations
+
+    @property
+    def order_matters(self) -> bool:
+        """True if the script computes another gradient for its rows in another order."""
+        return self._expected.rounding.order_matters
+
+    @cached_property
+    def localisation(self) -> Localisation:
+        """As for a step; but one process is what the ranks are compared with, so that nothing is
+        said of whether it is right.
+        """
+        found = super().localisation
+        seen = found.whereabouts
+        if seen is None or not seen.beside_one_rank:
+            return found
+        marks = MARKED if seen.marks else ""
+        return replace(found, whereabouts=replace(seen, beside_one_rank="", marks=marks))
+
+    @cached_property
+    def draws(self) -> ReferenceDraws | None:
+        """None: the script itself draws for its big batch what the ranks drew."""
+        return None
+
+    @cached_property
+    def view_of_own_draws(self) -> View | None:
+        """The view of the step. On one rank the script computes the big batch, by definition."""
+        if self.measurement is None or self.why_no_view:
+            return None
+        view, other_bits = self._view_of_step(0), self.repeated is False
+        seen = view and with_measurement(view, self.measurement, self.observed, 0, other_bits)
+        return seen and replace(seen, factor_on_one_rank=lambda: 1.0)
+
+
+# The step that was wrong, as the ranks make it once more and are watched line by line.
+
+MOST_ELEMENTS = 20_000_000
+"""Of weights and buffers. What is logged of operations holds all of their results in memory."""
+
+ROUNDING = 1e-5
+"""The relative difference of weights that may be rounding: about a hundred eps of float32, after a
+few steps. Weights with other seeds differ by much more.
+"""
+
+
+@dataclass(frozen=True)
+class SecondRun:
+    """``observations``: rank -> what was seen of it. ``operations``: rank -> those that it ran.
+    ``module``: the name of the one that was watched. All are empty if the step cannot be watched,
+    or was not reached again; there are no operations of a large module.
+    """
+
+    observations: Mapping[int, Observation] = field(default_factory=dict)
+    operations: Mapping[int, Operations] = field(default_factory=dict)
+    module: str = ""
+
+
+def what_to_look_at(step: ObservedStep, verdict: Verdict) -> LookAt | None:
+    """What is to be watched of the step; None unless the parameters of one module are compared."""
+    modules = {name.partition(":")[0] for name in step.of_rank(0).stepped}
+    analysis, recorded = verdict.analysis, step.of_rank(0)
+    if not isinstance(analysis, AnalysisOfScript) or len(modules) != 1 or len(step.group) != 1:
+        return None
+    before_clip = recorded.clips and analysis.kind == BEFORE_CLIP
+    return LookAt(
+        modules.pop(),
+        analysis.sample_of_step(0),
+        _rows(step),
+        clipped_after=len(recorded.losses) if before_clip else 0,
+        operations=step.elements <= MOST_ELEMENTS,
+    )
+
+
+def seen_again(step: ObservedStep, again: Record, module: str) -> SecondRun:
+    """What ``again`` shows of the step, in which this module was watched."""
+    observations, operations = dict[int, Observation](), dict[int, Operations]()
+    for rank in step.ranks:
+        folder = rank_folder(again.folder, rank)
+        if not (folder / FILE).exists():
+            return SecondRun()
+        observations[rank], of_rank = read_whole(folder / FILE)
+        if of_rank is not None:
+            operations[rank] = of_rank
+    return SecondRun(observations, operations, module)
+
+
+def is_the_same(step: ObservedStep, again: Record) -> bool:
+    """True if the ranks read the same rows again, and began with the same weights but for rounding.
+
+    ``again``: holds that step alone. Devices may round otherwise in the steps before it.
+    """
+    (number, *_) = again.steps
+    if any(step.of_rank(rank).read != again.step(rank, number).read for rank in step.ranks):
+        return False
+    before, after = step.of_rank(0).states, again.step(0, number).states
+    return before.keys() == after.keys() and all(
+        torch.allclose(one.double(), after[name].double(), rtol=ROUNDING, atol=0.0, equal_nan=True)
+        for name, one in before.items()
+    )
+
+
+def _rows(step: ObservedStep) -> list[list[tuple[int, int]]]:
+    """For each rank, the number of the first row of every micro-batch, and how many it has."""
+    found: list[list[tuple[int, int]]] = []
+    for rows in step.rows_by_rank:
+        units = (list(of) for _, of in groupby(rows, key=lambda n: step.rows[n].micro_batch))
+        found.append([(unit[0], len(unit)) for unit in units])
+    return found

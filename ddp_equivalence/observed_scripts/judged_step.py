@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +50,12 @@ from ddp_equivalence.measurement.observation import Backward, Forward, Observati
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.observed_scripts import not_comparable
-from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
-from ddp_equivalence.observed_scripts.as_case import ObservedStep, as_case
-from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
+from ddp_equivalence.observed_scripts.as_case import (
+    AnalysisOfScript,
+    ObservedStep,
+    SecondRun,
+    as_case,
+)
 from ddp_equivalence.observed_scripts.not_comparable import (
     against_an_idle_plant,
     against_the_names,
@@ -62,8 +66,7 @@ from ddp_equivalence.observed_scripts.not_comparable import (
     wrong_though_averaged,
 )
 from ddp_equivalence.observed_scripts.oracle import CannotReplay, order_of
-from ddp_equivalence.observed_scripts.query import RowOrder, State
-from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, GradientKind, Place
+from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, GradientKind
 from ddp_equivalence.observed_scripts.seen_in_record import (
     OF_BATCH_NORM,
     SAME_DATA,
@@ -77,6 +80,7 @@ from ddp_equivalence.observed_scripts.seen_in_record import (
     stale_gradients,
     tensors_differ_between_ranks,
 )
+from ddp_equivalence.observed_scripts.told import OF_RECORD, RowOrder, State
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.reference import Reference, big_batch
@@ -184,11 +188,12 @@ def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
 
 def _compared(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict:
     """Same, different or unknown, before any cause is looked for."""
-    case = as_case(step, kind, layout_of(step))
+    case = as_case(step, kind)
+    optimizers = " + ".join(step.of_rank(0).optimizers)
     request = request_of(script, case)
     verdict = Verdict(
         case=case,
-        subject=_subject(script, step),
+        subject=f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})",
         repeat=script.repeat,
         lane=script.lane,
         asked=Asked(of_script=True),
@@ -254,11 +259,6 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         cause=None if best is None else best.cause,
         findings=findings,
     )
-
-
-def _subject(script: Script, step: ObservedStep) -> str:
-    optimizers = " + ".join(step.of_rank(0).optimizers)
-    return f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})"
 
 
 # What the ranks held at one step of a script, in the form in which ``check`` measures steps.
@@ -382,14 +382,6 @@ def _evidence(
     )
 
 
-def layout_of(step: ObservedStep) -> str:
-    """The layout of the ranks, as far as their environment says it."""
-    world_size = step.record.world_size
-    local = step.record.runs[0].get("local_world_size") or world_size
-    nodes, rest = divmod(world_size, local)
-    return f"{nodes}x{local}" if nodes and not rest else f"1x{world_size}"
-
-
 # How far rounding alone moves the gradient that the script computes in one process.
 
 LARGEST = 0.02
@@ -501,7 +493,7 @@ def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
     """
     before, oracle = step.before, step.oracle
     if before is None or oracle is None or step.number != step.group[0]:
-        return [], State()
+        return [], OF_RECORD
     now, earlier = step.of_rank(0), before.of_rank(0)
     changed = {
         name: value
@@ -513,7 +505,7 @@ def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
     alone = answer.steps[0]
     of_ranks = sum(before.of_rank(rank).rows_of_calls for rank in step.ranks)
     if answer.missed or alone.left_by != (before.number, of_ranks):
-        return [], State()
+        return [], OF_RECORD
     moved = [
         BufferBeside(name, error, (0,))
         for name, value in changed.items()
@@ -545,7 +537,7 @@ def with_one_process(
         lambda: _beside(step, view, second.operations, second.module), lambda why: None
     )
     if best is None or not is_coupled:
-        analysis.compare_with(beside)
+        analysis.beside = beside
         return findings_beside_one_rank(findings, view, beside)
     lines = () if beside is None else lines_of_divergences(beside.divergences, view)
     return (replace(best, lines=lines or best.lines), *findings[1:])
@@ -565,7 +557,8 @@ def _beside(
         return None
     if alone is None or not alone.complete:
         return None
-    eps = max(torch.finfo(getattr(torch, name)).eps for name in _dtypes(alone))
+    dtypes = {value.dtype for value in alone.values if value.is_floating_point} or {"float64"}
+    eps = max(torch.finfo(getattr(torch, name)).eps for name in dtypes)
     if eps > COARSEST:
         return None
     order = order_of(step.record, oracle.arrangement, step.group, step.rows)
@@ -584,57 +577,44 @@ def _beside(
     )
 
 
-def _dtypes(alone: Operations) -> set[str]:
-    return {value.dtype for value in alone.values if value.is_floating_point} or {"float64"}
-
-
-# What the record shows of each rank, as the diagnosis reads it.
-
-
 def observations(
     step: ObservedStep, sample: ElementSample[str], held: Mapping[int, Mapping[str, Tensor | None]]
 ) -> dict[int, Observation]:
     """Rank -> what it was seen to do. ``held``: the gradients that are compared, of each rank."""
-    return {rank: _of_rank(step, rank, sample, held[rank]) for rank in held}
+    return {rank: _observation(step, rank, sample, held[rank]) for rank in held}
 
 
-def _of_rank(
-    step: ObservedStep,
-    rank: int,
-    sample: ElementSample[str],
-    held: Mapping[str, Tensor | None],
+def _observation(
+    step: ObservedStep, rank: int, sample: ElementSample[str], held: Mapping[str, Tensor | None]
 ) -> Observation:
     recorded = step.of_rank(rank)
-    trained = {name: one for name, one in recorded.weights.items() if step.short(name) in held}
-    weights = repr(sorted(trained.items()))
-    forwards: list[Forward] = []
-    backwards: list[Backward] = []
-    calls: list[Call] = []
-    passes = len(recorded.losses)
-    for number in range(passes):
-        forwards.append(_forward(step, rank, number, weights))
-        first = next((call for call in recorded.calls if call.backwards == number), None)
-        if first is not None:
-            calls.append(_call(Kind.FORWARD, first.place, number, what=first.module))
-        loss, place = recorded.losses[number], recorded.backward_at[number]
-        own = recorded.own_of_each[number]
-        backwards.append(
-            Backward(
-                loss=loss,
-                forwards=len(forwards),
-                issued=(None, None),
-                step=0,
-                gradient=_sampled(step, own, sample),
-            )
-        )
-        calls.append(_call(Kind.BACKWARD, place, number, loss))
+    weights = repr(sorted(one for one in recorded.weights.items() if step.short(one[0]) in held))
+    before = sum(len(step.record.step(rank, n).losses) for n in step.group if n < step.number)
+    called = {call.backwards: call for call in reversed(recorded.calls)}
+    forwards, backwards, calls = list[Forward](), list[Backward](), list[Call]()
+
+    def happened(kind: Kind, at: CodeLine | None, **more: Any) -> None:
+        calls.append(Call(kind, at, at, step=0, backwards=len(backwards), **more))
+
+    for number, loss in enumerate(recorded.losses):
+        read = [
+            (place,)
+            for place, row in enumerate(step.rows)
+            if row.rank == rank and row.micro_batch == before + number
+        ]
+        rows = RowsRead(tuple(read)) if read else None
+        forwards.append(Forward(rows, weights, generator=b"", seed=0, step=0))
+        if number in called:
+            happened(Kind.FORWARD, called[number].place, what=called[number].module)
+        happened(Kind.BACKWARD, recorded.backward_at[number], value=loss)
+        own = {step.short(name): one for name, one in recorded.own_of_each[number].items()}
+        is_known = own.keys() >= sample.sizes.keys()
+        gradient = sample.of({name: own[name] for name in sample.sizes}) if is_known else None
+        backwards.append(Backward(loss, len(forwards), (None, None), step=0, gradient=gradient))
     for clip in recorded.clips:
-        names = tuple(sample.sizes)
-        norm = None if isnan(clip.norm) else clip.norm
-        call = _call(Kind.CLIP, clip.place, passes, clip.limit, names=names)
-        calls.append(replace(call, norm=norm, what="" if norm is None else "clip_grad_norm_"))
-    stepped = recorded.optimizers[0]
-    calls.append(_call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=stepped))
+        norm = {} if isnan(clip.norm) else {"norm": clip.norm, "what": "clip_grad_norm_"}
+        happened(Kind.CLIP, clip.place, value=clip.limit, names=tuple(sample.sizes), **norm)
+    happened(Kind.OPTIMIZER_STEP, recorded.stepped_at, what=recorded.optimizers[0])
     return Observation(
         forwards=tuple(forwards),
         backwards=tuple(backwards),
@@ -644,47 +624,4 @@ def _of_rank(
         gradients={(0, name): digest({name: gradient}) for name, gradient in held.items()},
         clipped=tuple(clip.limit for clip in recorded.clips),
         calls=tuple(calls),
-    )
-
-
-def _forward(step: ObservedStep, rank: int, number: int, weights: str) -> Forward:
-    """The forward pass before the backward pass with this number, of the step."""
-    earlier = [one for one in step.group if one < step.number]
-    micro_batch = number + sum(len(step.record.step(rank, one).losses) for one in earlier)
-    rows = tuple(
-        (place,)
-        for place, row in enumerate(step.rows)
-        if row.rank == rank and row.micro_batch == micro_batch
-    )
-    return Forward(RowsRead(rows) if rows else None, weights, generator=b"", seed=0, step=0)
-
-
-def _sampled(
-    step: ObservedStep, own: Mapping[str, Tensor], sample: ElementSample[str]
-) -> Tensor | None:
-    """The sampled elements of a rank's own gradients; None if some are not known."""
-    of_names = {step.short(name): one for name, one in own.items()}
-    if not set(sample.sizes) <= set(of_names):
-        return None
-    return sample.of({name: of_names[name] for name in sample.sizes})
-
-
-def _call(
-    kind: Kind,
-    place: Place,
-    backwards: int,
-    value: float | None = None,
-    what: str = "",
-    names: tuple[str, ...] = (),
-) -> Call:
-    line = CodeLine(place.file, place.number, place.function) if place.file else None
-    return Call(
-        kind,
-        line,
-        line,
-        step=0,
-        backwards=backwards,
-        value=value,
-        what=what,
-        names=names,
     )

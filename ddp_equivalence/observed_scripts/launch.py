@@ -22,8 +22,6 @@ from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
 from ddp_equivalence.ranks.messages import was_left_waiting
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE
 
-# Starts the user's command, with the watch in all of its Python processes, and ends it again.
-
 STARTUP = Path(__file__).parent / "startup"
 PACKAGE = Path(__file__).parents[2]
 

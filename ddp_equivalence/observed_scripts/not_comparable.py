@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from math import isclose
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,24 +20,22 @@ from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import (
+    AnalysisOfScript,
     ObservedStep,
+    SecondRun,
     distance,
     holds_the_mean_of_own,
     left_over,
     rounding_of,
 )
-from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
 from ddp_equivalence.observed_scripts.oracle import AT_ONCE, ONE_AFTER_THE_OTHER, CannotReplay
-from ddp_equivalence.observed_scripts.query import STATE
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import OWN
 from ddp_equivalence.observed_scripts.rows import guessed_paddings
 from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
+from ddp_equivalence.observed_scripts.told import STATE
 from ddp_equivalence.report.text import plural
-
-# Why a difference between the ranks and one process may show nothing.
 
 FAITHFUL = 1e-6
 """A rank's own gradient is that of its rows, up to a factor, if no more than this is left over. In
@@ -44,24 +43,28 @@ a lower precision this many times as much may be: """
 FAITHFUL_IN_LOW_PRECISION = 0.05
 
 
+def _cannot_replay(why: str) -> Unknown:
+    return Unknown(UnknownBecause.CANNOT_REPLAY, why)
+
+
 def reads_otherwise(step: ObservedStep) -> Unknown | None:
     """Why a difference may lie in the replay: a rank's model was called with other values than in
     one process, which was given the rows of that rank alone.
     """
-    for rank, rows in enumerate(step.rows_by_rank):
+    for rank in step.ranks:
         try:
-            alone = step.answer(rows).read
+            alone = step.alone(rank).read
         except CannotReplay:
             return None
         of_rank = step.of_rank(rank).read
         if not of_rank or len(alone) % len(of_rank):
             continue  # the micro-batches are joined
         if alone != of_rank * (len(alone) // len(of_rank)):
-            return Unknown(
-                UnknownBecause.CANNOT_REPLAY,
+            return _cannot_replay(
                 f"one process was given the rows of rank {rank} alone, and called its model with "
                 "other values than that rank. Either the script changes its rows by rank, or at "
-                "random in a way that torch's own generator does not decide" + _held(step, rank),
+                "random in a way that torch's own generator does not decide"
+                + _text_of_held(_held_otherwise(step, rank)),
             )
     return None
 
@@ -78,8 +81,7 @@ def padded_by_guess(step: ObservedStep) -> Unknown | None:
     paths = dict.fromkeys(path for parts in together for path in guessed_paddings(parts))
     if not paths:
         return None
-    return Unknown(
-        UnknownBecause.CANNOT_REPLAY,
+    return _cannot_replay(
         f"the ranks have padded their rows to other lengths, and no batch shows with what (in "
         f"{', '.join(paths)}): one process may not have padded them as the script does. Give the "
         "script rows of one length, or batches in which some rows are shorter than others",
@@ -101,39 +103,38 @@ def unfaithful(step: ObservedStep, second: SecondRun) -> Unknown | None:
     communicates = all(_communicates_before_backward(second, r) for r in second.observations)
     if communicates and _models_return_the_same(step) and _repeats(step):
         return None
-    losses, failed = dict[int, str](), ""
     end = step.record.is_cut_short(step.group)
-    for rank, rows in enumerate(step.rows_by_rank):
+    losses, failed, repeats = list[str](), "", False
+    for rank in step.ranks:
         try:
-            found, alone = step.computed_alone(rows), sum(step.answer(rows).losses)
+            answer = step.alone(rank)
         except CannotReplay as error:
             failed = str(error)
             continue
+        found, alone = step.computed(answer), sum(answer.losses)
         loss = sum(step.of_rank(rank).losses)
         most = FAITHFUL if _in_float64(found) else FAITHFUL_IN_LOW_PRECISION
         is_multiple = not end and left_over(step.gradients(rank, OWN), [found]) <= most
-        if abs(alone - loss) > most * abs(loss) and not is_multiple:
-            loss_text, alone_text = text_of(loss, ".6g"), text_of(alone, ".6g")
-            losses[rank] = f"{loss_text} on rank {rank}, {alone_text} alone"
-            held = _held(step, rank)
-            if f"({STATE}" in held:
-                why = f"rank {rank} may have drawn other numbers than one process{held}"
-                return Unknown(UnknownBecause.CANNOT_REPLAY, why)
-        else:
-            losses[rank] = ""
+        if abs(alone - loss) <= most * abs(loss) or is_multiple:
+            repeats = True
+            continue
+        held = _held_otherwise(step, rank)
+        if any(one.on_rank.startswith(STATE) for one in held):
+            why = f"rank {rank} may have drawn other numbers than one process{_text_of_held(held)}"
+            return _cannot_replay(why)
+        loss_text, alone_text = text_of(loss, ".6g"), text_of(alone, ".6g")
+        losses.append(f"{loss_text} on rank {rank}, {alone_text} alone")
+    if repeats:
+        return None  # what some rank computed
     if not losses:
-        why = f"one process cannot compute the rows of one rank alone: {failed}"
-        return Unknown(UnknownBecause.CANNOT_REPLAY, why)
-    if not all(losses.values()):
-        return None  # it repeats what some rank computed
-    return Unknown(
-        UnknownBecause.CANNOT_REPLAY,
+        return _cannot_replay(f"one process cannot compute the rows of one rank alone: {failed}")
+    return _cannot_replay(
         "one process does not compute again what a rank computed from the same rows alone (losses: "
-        f"{'; '.join(losses.values())}). Either the script computes something else on several "
+        f"{'; '.join(losses)}). Either the script computes something else on several "
         "ranks, or it depends on something that is in no weight, buffer or batch, and is not drawn "
         "from the default random generators of torch"
         + (". It may be the length of the loader, which is another one here" if end else "")
-        + _held(step, *step.ranks),
+        + _text_of_held(_held_otherwise(step, *step.ranks)),
     )
 
 
@@ -141,22 +142,33 @@ def _in_float64(gradients: Mapping[str, Tensor | None]) -> bool:
     return all(one is None or one.dtype is torch.float64 for one in gradients.values())
 
 
-def _held(step: ObservedStep, *ranks: int) -> str:
+class _Held(NamedTuple):
+    """What the script holds in Python under this name: on a rank, and here in its place."""
+
+    name: str
+    rank: int
+    on_rank: str
+    here: str
+
+
+def _held_otherwise(step: ObservedStep, *ranks: int) -> list[_Held]:
     """What changes from step to step in Python, and was another value here than on a rank."""
-    texts = []
+    found = []
     for rank in ranks:
         with suppress(CannotReplay):
-            alone = step.answer(step.rows_by_rank[rank]).in_python
-            held = step.of_rank(rank).in_python
+            alone, held = step.alone(rank).in_python, step.of_rank(rank).in_python
             others = [step.record.step(rank, one).in_python for one in step.record.steps]
-            names = [
-                name
-                for name in held
-                if held[name] != alone.get(name, held[name])
-                and any(held[name] != one.get(name) for one in others)
+            found += [
+                _Held(name, rank, value, alone[name])
+                for name, value in held.items()
+                if value != alone.get(name, value) and any(value != one.get(name) for one in others)
             ]
-            texts += [f"{one} ({held[one]} on rank {rank}, {alone[one]} here)" for one in names]
-    return f". These are in another state there: {', '.join(texts[:6])}" if texts else ""
+    return found
+
+
+def _text_of_held(held: Sequence[_Held]) -> str:
+    texts = [f"{one.name} ({one.on_rank} on rank {one.rank}, {one.here} here)" for one in held[:6]]
+    return f". These are in another state there: {', '.join(texts)}" if texts else ""
 
 
 def _communicates_before_backward(second: SecondRun, rank: int) -> bool:
@@ -183,12 +195,13 @@ def _models_return_the_same(step: ObservedStep) -> bool:
     """In float64, the modules of each rank return what they return for its rows in one process,
     to the element.
     """
-    for rank, rows in enumerate(step.rows_by_rank):
+    for rank in step.ranks:
         results = step.of_rank(rank).results
         try:
-            again, gradients = step.answer(rows).results, step.computed_alone(rows)
+            alone = step.alone(rank)
         except CannotReplay:
             return False
+        again, gradients = alone.results, step.computed(alone)
         if not _in_float64(gradients) or not results or len(results) != len(again):
             return False
         if not all(isclose(*pair, rel_tol=FAITHFUL) for pair in zip(results, again, strict=True)):
@@ -206,8 +219,7 @@ def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown |
     if not (oracle.missed or analysis.order_matters):
         return None
     missed = ", ".join(oracle.missed)
-    return Unknown(
-        UnknownBecause.CANNOT_REPLAY,
+    return _cannot_replay(
         "one process cannot draw for each row the random numbers that its rank drew"
         + (f" ({missed})" if missed else ": the ranks' rows in another order give another gradient")
         + ". Turn off what is random, such as drop path; --no-dropout turns off torch's dropout",
@@ -253,19 +265,19 @@ def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Fin
     """
     own = [step.gradients(rank, OWN) for rank in step.ranks]
     try:
-        alone = [step.computed_alone(step.rows_by_rank[rank]) for rank in step.ranks]
-        together = step.computed_alone(step.everything)
-        is_additive = _is_loss_additive(step)
+        answers, of_all = [step.alone(rank) for rank in step.ranks], step.answer(step.everything)
     except CannotReplay:
         return
-    most = rounding_of(together)
-    left = left_over(together, own)
+    together = step.computed(of_all)
+    most, left = rounding_of(together), left_over(together, own)
     if left <= CERTAIN * most or not holds_the_mean_of_own(step):
         return
     amount = f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of"
-    hooks = [] if view is None else view.observed.calls.places(Kind.TENSOR_HOOK)
-    hooks = [place for place in hooks if any(call.names for call in place.calls)]
-    if is_additive:
+    counted = zip(answers, step.rows_by_rank, strict=True)
+    mean = sum(sum(one.losses) * len(rows) for one, rows in counted) / len(step.rows)
+    if abs(sum(of_all.losses) - mean) <= NEGLIGIBLE * abs(mean):  # the loss itself is a mean
+        hooks = [] if view is None else view.observed.calls.places(Kind.TENSOR_HOOK)
+        hooks = [place for place in hooks if any(call.names for call in place.calls)]
         if hooks and all(map(_is_limited, own)):
             note = "the hook changes this rank's own gradient"
             yield seen(
@@ -277,10 +289,9 @@ def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Fin
                 f"{amount} the ranks' own",
             )
         return
-    pairs = zip(own, alone, strict=True)
-    if any(distance([(1.0, mine), (-1.0, its)]) > most for mine, its in pairs):
-        return
-    if not any(step.of_rank(rank).batch_norm for rank in step.ranks):
+    pairs = zip(own, map(step.computed, answers), strict=True)
+    repeats = all(distance([(1.0, mine), (-1.0, its)]) <= most for mine, its in pairs)
+    if repeats and not any(step.of_rank(rank).batch_norm for rank in step.ranks):
         yield seen(
             NAME,
             "the loss depends on rows together, and a rank has only its own",
@@ -289,17 +300,6 @@ def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Fin
             "each rank computes what its rows give alone, and their average is right, but "
             f"{amount} these",
         )
-
-
-def _is_loss_additive(step: ObservedStep) -> bool:
-    """True if the loss of all rows is the mean of the ranks' losses, by their numbers of rows.
-
-    Raises CannotReplay.
-    """
-    of_ranks = [sum(step.answer(rows).losses) * len(rows) for rows in step.rows_by_rank]
-    mean = sum(of_ranks) / len(step.rows)
-    loss = sum(step.answer(step.everything).losses)
-    return bool(abs(loss - mean) <= NEGLIGIBLE * abs(mean))
 
 
 def _line_of_coupled_loss(step: ObservedStep, view: View | None) -> tuple[PointedLine, ...]:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import chain
 from math import isclose
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.observed_scripts.launch import Running
-from ddp_equivalence.observed_scripts.query import (
+from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
+from ddp_equivalence.observed_scripts.told import (
+    OF_RECORD,
     Answer,
     Piece,
     Query,
     RowOrder,
     State,
+    Told,
     path_of_kept,
 )
-from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
-from ddp_equivalence.observed_scripts.told import Told
 
 # The script while it runs in one process, and the socket over which it is asked questions.
 
@@ -35,6 +32,13 @@ SECONDS_OF_KEPT = 60.0
 """A process that was kept is not asked again if it takes longer to answer."""
 
 CANNOT_HAVE = "one process cannot have the rows of all ranks"
+
+MOST_TIMES = 64
+"""A query is given again so often, if the script does not step with it."""
+
+LEFT_OUT = "the script read them, and did not step with them"
+
+NO_STEP = "the script ended in one process before it had computed a step"
 
 TOO_SLOW = "the script did not compute a step in one process within"
 
@@ -67,7 +71,6 @@ class RunningScript:
         self._running: Running | None = None
         self._connections: list[Connection] = []
         self._asks: Connection | None = None
-        self._waits: Message | None = None
         self.first: Query | None = None
         self.answered = 0
 
@@ -80,7 +83,7 @@ class RunningScript:
         """End it. The next question starts it again."""
         for connection in self._connections:
             connection.close()
-        self._connections, self._asks, self._waits = [], None, None
+        self._connections, self._asks = [], None
         if self._running is not None:
             self._running.end()
             self._running = None
@@ -112,10 +115,6 @@ class RunningScript:
         path.unlink(missing_ok=True)
         return None
 
-    def wait_until_it_asks(self) -> None:
-        """Start it, and let it come to its first question. Raises CannotReplay."""
-        self._waits = self.message(time.monotonic())
-
     def message(self, started: float) -> Message | None:
         """Its next message, for which one has waited since ``started``; None if it has ended.
         Several of its processes may ask, such as one that starts the others and wants to know how
@@ -123,12 +122,9 @@ class RunningScript:
 
         Raises CannotReplay if it takes too long, or has ended without an answer.
         """
-        if self._waits is not None:
-            found, self._waits = self._waits, None
-            return found
         if self._running is None:
-            self._start()
-        assert self._running is not None
+            self._running = Running(self._command, self._told, self._at, self._log)
+            self.first, self.answered = None, 0
         while time.monotonic() - started <= self._deadline:
             is_over = self._running.exit_code is not None  # asked first: it may have sent something
             for source in wait([self._listener, *self._connections], timeout=0.05):
@@ -162,91 +158,7 @@ class RunningScript:
                 ", after its model had been given the rows of all ranks: what the script combines "
                 "with them may be of its own rows, since it has no DataLoader"
             )
-        raise CannotReplay(
-            f"the script ended in one process before it had computed a step{given}; it printed "
-            f"last:\n{end}"
-        )
-
-    def _start(self) -> None:
-        self._running = Running(self._command, self._told, self._at, self._log)
-        self.first = None
-        self.answered = 0
-
-
-# The script's end of the socket over which a replay is asked questions.
-
-MOST_TIMES = 64
-"""A query is given again so often, if the script does not step with it."""
-
-LEFT_OUT = "the script read them, and did not step with them"
-
-
-class QuestionLine:
-    """``path``: of the socket, at which the judging process listens. The first use connects, so
-    that processes which compute nothing, such as launchers, are silent.
-
-    ``answered``: the number of answers that were sent.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.folder = Path(path).parent
-        self.answered = 0
-        self._only: Query | None = None
-        self._times = 0
-
-    @cached_property
-    def _connection(self) -> Connection:
-        return Client(self._path, "AF_UNIX")
-
-    def close(self) -> None:
-        """Leave the connection to another process."""
-        if "_connection" in vars(self):
-            self._connection.close()
-
-    def asked_only_over(self, connection: Connection) -> Query:
-        """The query that comes over this connection: the only one to answer from now on."""
-        self._connection = connection
-        query: Query = connection.recv()
-        self._only = query
-        return query
-
-    def next_query(self) -> Query | None:
-        """Wait for the next query; None if there is none any more.
-
-        A loader that reads ahead asks before it has answered the query before. If there is no
-        other one yet, it is given the same again; of several answers the first one counts.
-        """
-        if self._only is not None:
-            self._times += 1
-            if self._times > MOST_TIMES:
-                self.refuse(LEFT_OUT)
-            return self._only
-        try:
-            self._connection.send(("next", self.answered))
-            query: Query = self._connection.recv()
-        except (EOFError, ConnectionError):
-            return None
-        return query
-
-    def answer(self, answer: Answer) -> None:
-        """Send an answer."""
-        self._connection.send(("answer", answer))
-        self.answered += 1
-        if self._only is not None and answer.number == self._only.number:
-            end_process()
-
-    def refuse(self, reason: str) -> NoReturn:
-        """Say why the query cannot be answered, and end the process."""
-        self._connection.send(("cannot", " ".join(reason.split())))
-        end_process()
-
-
-def end_process() -> NoReturn:
-    """End this process, which has nothing more to answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        raise CannotReplay(f"{NO_STEP}{given}; it printed last:\n{end}")
 
 
 # How one process takes the micro-batches that several ranks have read.
@@ -315,8 +227,6 @@ def most_micro_batches(record: Record, group: tuple[int, ...]) -> int:
     return max(len(record.counts(rank, group)) for rank in range(record.world_size))
 
 
-# Asks the script itself: what is the gradient of these rows, in one process?
-#
 # The script runs once, and computes the gradient of other rows in each of its steps.
 
 MOST_TURNS = 12
@@ -365,17 +275,9 @@ class Oracle:
         self._closed = True
         self._script.close()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The script does not run inside the block, and takes no port. Then it starts again, and
-        this waits until it asks for rows: who asks it something later loses no time by that.
-        """
+    def stop(self) -> None:
+        """End the script, which takes no port any more. The next question starts it again."""
         self._script.stop()
-        try:
-            yield
-        finally:
-            with suppress(CannotReplay):
-                self._script.wait_until_it_asks()
 
     # --- questions
 
@@ -384,7 +286,7 @@ class Oracle:
         group: tuple[int, ...],
         rows: Sequence[Row],
         nudge: int = 0,
-        state: State = State(),  # noqa: B008  (it is frozen)
+        state: State = OF_RECORD,
     ) -> Answer:
         """What the script computes from these rows alone, in their order, in each step of a group.
 
@@ -399,7 +301,9 @@ class Oracle:
             except CannotReplay as error:
                 self._refused[key] = error  # the script is not waited for twice
                 raise
-            self._forget_the_oldest()
+            answers = self._answers
+            while len(answers) > 2 and sum(one.bytes for one in answers.values()) > MOST_BYTES:
+                answers.pop(next(iter(answers))).delete()  # the oldest
         answer = self._answers[key]
         if self._is_everything(group, rows):  # a part may lack what is drawn for all of them
             self.missed |= answer.missed
@@ -432,17 +336,13 @@ class Oracle:
         self.answer(group, rows)  # so that it is known how the script takes them
         return self._computed(group, rows, 0, module).operations
 
-    def _forget_the_oldest(self) -> None:
-        while len(self._answers) > 2 and sum(a.bytes for a in self._answers.values()) > MOST_BYTES:
-            self._answers.pop(next(iter(self._answers))).delete()
-
     def _computed(
         self,
         group: tuple[int, ...],
         rows: Sequence[Row],
         nudge: int,
         logged: str = "",
-        state: State = State(),  # noqa: B008
+        state: State = OF_RECORD,
         kept: bool = True,
     ) -> Answer:
         if self._closed:
@@ -546,9 +446,7 @@ class Oracle:
             if message is None:
                 restarts += 1
                 if restarts > 2 or not (self._script.answered or restarts == 1):
-                    raise CannotReplay(
-                        "the script ended in one process before it had computed a step"
-                    )
+                    raise CannotReplay(NO_STEP)
                 self._script.stop()
                 continue
             kind, answer = message

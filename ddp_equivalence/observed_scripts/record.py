@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_equivalence.comparison.gradients import digest
-from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     Step,
@@ -22,10 +21,8 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     read_whole,
 )
 from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.told import Feed
+from ddp_equivalence.observed_scripts.told import Feed, Piece
 from ddp_equivalence.report.text import plural
-
-# Everything that the ranks of an observed script recorded.
 
 
 @dataclass(frozen=True)
@@ -150,15 +147,10 @@ class Record:
         """True if random numbers are drawn in a step in which ranks have padded their rows to
         other lengths: one process cannot draw the same for rows of one length.
         """
-        for group in self.groups:
-            steps = [self.step(rank, n) for rank in range(self.world_size) for n in group]
-            if any(step.draws for step in steps) and self._ragged(group):
-                return True
-        return False
-
-    def _ragged(self, group: Sequence[int]) -> bool:
         return any(
             len({rows.tensors[path].shape[1:] for rows in of_ranks if path in rows.tensors}) > 1
+            for group in self.groups
+            if any(self.step(rank, n).draws for rank in range(self.world_size) for n in group)
             for of_ranks in self.read_by_micro_batch(group)
             for path in of_ranks[0].tensors
         )
@@ -177,22 +169,13 @@ class Record:
 
 def pieces_of(rows: Sequence[Row], counts: dict[tuple[int, int], int]) -> tuple[Piece, ...]:
     """These rows as pieces, in their order. ``counts``: of each (rank, micro-batch)."""
-    pieces: list[Piece] = []
-    for row in rows:
-        last = pieces[-1] if pieces else None
-        same = last is not None and (last.rank, last.micro_batch) == (row.rank, row.micro_batch)
-        if row.row is None:
-            pieces.append(Piece(row.rank, row.micro_batch))
-        elif same and last is not None and last.rows is not None:
-            pieces[-1] = Piece(row.rank, row.micro_batch, (*last.rows, row.row))
-        else:
-            pieces.append(Piece(row.rank, row.micro_batch, (row.row,)))
-    return tuple(
-        Piece(one.rank, one.micro_batch)
-        if one.rows == tuple(range(counts[one.rank, one.micro_batch]))
-        else one
-        for one in pieces
-    )
+    pieces = []
+    for read, of_it in groupby(rows, key=lambda row: (row.rank, row.micro_batch)):
+        places = tuple(row.row for row in of_it)
+        known = tuple(place for place in places if place is not None)
+        is_whole = places != known or places == tuple(range(counts[read]))
+        pieces.append(Piece(*read, None if is_whole else known))
+    return tuple(pieces)
 
 
 # Says how many rows several ranks have read, where each rank should read others.

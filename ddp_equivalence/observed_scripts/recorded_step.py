@@ -18,6 +18,7 @@ from torch import save as save_tensors
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ddp_equivalence.comparison.gradients import digest
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.rows import Rows
 
 GradientKind = Literal["before_clip", "held", "own", "stale"]
@@ -29,41 +30,9 @@ STALE: GradientKind = "stale"
 reduction, or those that were there before the step went backward."""
 
 
-# Lines of the user's own code that did something with the model, its data or its optimizer.
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of the user's code. ``file`` is empty where none is known."""
-
-    file: str = ""
-    number: int = 0
-    function: str = ""
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}" if self.file else ""
-
-
-@dataclass(frozen=True)
-class EarlierPlaces:
-    """What the script did before a step: each is an empty place where no line was seen.
-
-    ``optimizer``: made the optimizer that stepped. ``loader``: made the loader from which the step
-    read first. ``cleared``: called zero_grad since the step before. ``loaded``: the name of a
-    module -> the last line that loaded its weights. ``buffers``: the name of a buffer -> the class
-    of the user's that keeps it, as ``function``; an empty place for other classes.
-    ``scheduled``: stepped a scheduler of the optimizer last. ``state_loaded``: loaded the state of
-    the optimizer. ``steps_with``: its options and state, see ``optimizer_states``.
-    """
-
-    optimizer: Place = field(default_factory=Place)
-    loader: Place = field(default_factory=Place)
-    cleared: Place = field(default_factory=Place)
-    loaded: Mapping[str, Place] = field(default_factory=dict)
-    buffers: Mapping[str, Place] = field(default_factory=dict)
-    scheduled: Place = field(default_factory=Place)
-    state_loaded: Place = field(default_factory=Place)
-    steps_with: Mapping[str, str] = field(default_factory=dict)
+def text_of_line(line: CodeLine | None) -> str:
+    """``train.py:12``; "" if the line is not known."""
+    return "" if line is None else f"{os.path.basename(line.file)}:{line.number}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class SeenCall:
 
     module: str
     backwards: int
-    place: Place
+    place: CodeLine | None
     rows: Rows
 
 
@@ -104,7 +73,7 @@ class SeenClip:
     norm: float
     scale: float
     changed: bool
-    place: Place = field(default_factory=Place)
+    place: CodeLine | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +120,12 @@ class Step:
     and ``backward_at`` those that called backward. ``autocast``: the dtypes of the autocast regions
     in which a module was called. ``batch_norm``: a trained module normalises by the statistics of
     its batch. ``planted``: how often a planted fault had fired; None if none was planted.
-    ``earlier``: lines that ran before.
+
+    Lines that ran before, None where none was seen: ``optimizer_made`` and ``loader_made`` those of
+    the optimizer that stepped and of the loader from which the step read first; ``scheduled``:
+    stepped a scheduler of the optimizer last. ``steps_with``: the optimizer's options and state.
+    ``buffers_kept``: the name of a buffer -> the class of the user's that keeps it, as
+    ``function``.
     """
 
     number: int = 0
@@ -182,12 +156,16 @@ class Step:
     lowest: str = ""
     unnamed: int = 0
     frozen: set[str] = field(default_factory=set)
-    stepped_at: Place = field(default_factory=Place)
-    backward_at: list[Place] = field(default_factory=list)
+    stepped_at: CodeLine | None = None
+    backward_at: list[CodeLine | None] = field(default_factory=list)
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False
     planted: int | None = None
-    earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
+    optimizer_made: CodeLine | None = None
+    loader_made: CodeLine | None = None
+    buffers_kept: Mapping[str, CodeLine | None] = field(default_factory=dict)
+    scheduled: CodeLine | None = None
+    steps_with: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stepped(self) -> list[str]:
@@ -218,9 +196,9 @@ class Step:
         return sum(call.rows.count for call in self.calls)
 
     @property
-    def last_backward(self) -> Place:
+    def last_backward(self) -> CodeLine | None:
         """The line that went backward last."""
-        return self.backward_at[-1] if self.backward_at else Place()
+        return self.backward_at[-1] if self.backward_at else None
 
     @property
     def read(self) -> tuple[tuple[str, ...], ...]:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import shlex
 import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
 
 import psutil
 
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.measurement.calls import is_shown, is_users
+from ddp_equivalence.measurement.calls import CodeLine, is_shown, is_users
 from ddp_equivalence.observed_scripts.in_script.recorder import STACKS
 from ddp_equivalence.observed_scripts.launch import Running, copy_of_links, with_own_scripts
 from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import Place, rank_folder
+from ddp_equivalence.observed_scripts.recorded_step import rank_folder, text_of_line
 from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
-from ddp_equivalence.observed_scripts.told import Told
+from ddp_equivalence.observed_scripts.told import LookAt, Options, Told
 from ddp_equivalence.report.text import rank_names
 from ddp_equivalence.report.verdict import Outcome, Verdict, unknown
 
@@ -50,7 +46,7 @@ class Recording:
         tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
         found: list[tuple[Record, bool, Ending | None]] = []
         for float64 in tries[self._options.precision]:
-            record, end = self._run(float64=float64)
+            record, end = self._run(float64)
             found.append((record, float64, end))
             if record.steps and (end is None or not end.code):
                 break
@@ -59,34 +55,25 @@ class Recording:
             raise _failed(record, end)
         return best
 
-    def again(self, **told: Any) -> Record:
-        """Another record. ``told``: fields of ``Told``.
-
-        Raises ScriptFailed.
-        """
-        record, why = self._run(**told)
+    def again(
+        self, float64: bool, options: Options | None = None, look_at: LookAt | None = None
+    ) -> Record:
+        """Another record, with other options. Raises ScriptFailed."""
+        record, why = self._run(float64, options, look_at)
         if not record.steps:
             raise _failed(record, why)
         return record
 
-    def _run(self, **more: Any) -> tuple[Record, Ending | None]:
+    def _run(
+        self, float64: bool, options: Options | None = None, look_at: LookAt | None = None
+    ) -> tuple[Record, Ending | None]:
         """The record, and how the script ended before it had made the steps, if it did."""
-        options = self._options
+        options = options or self._options
         folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self._scratch))
         at = working_folder(options, folder)
-        told = Told(
-            role="record",
-            folder=str(folder),
-            first_step=options.from_step,
-            steps=options.steps,
-            without_dropout=not options.dropout,
-            devices_on_cpu=options.as_cpu,
-            working_folder="" if options.in_place else str(at),
-            plant=options.plant,
-        )
+        told = Told("record", str(folder), options, float64, str(at), look_at=look_at)
         command = with_own_scripts(self._command, Path(options.folder))
-        running = Running(command, replace(told, **more), at, folder / "record.log")
-        record = Record(folder)
+        running = Running(command, told, at, folder / "record.log")
         try:
             while running.exit_code is None and not _all_done(folder):
                 if time.monotonic() - running.started > options.deadline:
@@ -102,7 +89,7 @@ class Recording:
             running.end()
         record = Record(folder)
         made = record.steps_by_rank
-        if len(record.steps) >= replace(told, **more).steps or _all_done(folder):
+        if len(record.steps) >= options.steps or _all_done(folder):
             return record, None
         words = running.last_words
         return record, Ending(code, options.deadline, options.steps, made, words, places)
@@ -131,17 +118,13 @@ def _ranks_that_are_done(record: Record) -> list[int]:
 def _failed(record: Record, end: Ending | None) -> ScriptFailed:
     """Says why no step was made by all ranks."""
     assert end is not None
-    what = f"did not make {end.asked} steps of an optimizer within {end.seconds:g} s{end.places}"
-    if end.code is not None:
-        made = "had made the steps that were to be recorded"
-        what = f"ended with exit code {end.code} before every rank {made}"
     alone = ""
     if done := _ranks_that_are_done(record):
         alone = (
             f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
             "such as a teacher, let it do that in a run of its own before this one."
         )
-    return ScriptFailed(f"The command {what}.{alone} It printed last:\n{end.printed}")
+    return ScriptFailed(f"{end.sentence}.{alone} It printed last:\n{end.printed}")
 
 
 # Says how a script ended that has not made all steps that were asked for, and where it hangs.
@@ -162,19 +145,19 @@ or file, and for the name of the outermost function.
 
 @dataclass(frozen=True)
 class RankPlace:
-    """``place``: the line of the user's code; None if the process has ended. ``waits_in``: that in
-    which it waits for other ranks; "" if it does not.
+    """``place``: the line of the user's code, if it is known. ``waits_in``: that in which it waits
+    for other ranks; "" if it does not. ``has_ended``: its process has ended.
     """
 
-    place: Place | None
+    place: CodeLine | None = None
     waits_in: str = ""
+    has_ended: bool = False
 
     def __str__(self) -> str:
-        if self.place is None:
+        if self.has_ended:
             return "has ended"
-        return (
-            f"waits in {self.waits_in} at {self.place}" if self.waits_in else f"is at {self.place}"
-        )
+        doing = f"waits in {self.waits_in}" if self.waits_in else "is"
+        return f"{doing} at {text_of_line(self.place) or 'an unknown line'}"
 
 
 @dataclass(frozen=True)
@@ -199,25 +182,26 @@ class Ending:
         if self.code is not None:
             return "same" if self.code == 0 and len(set(self.made)) <= 1 else "unknown"
         at = set(self.ranks.values())
-        stuck = all(one.waits_in or one.place is None for one in at)
+        stuck = all(one.waits_in or one.has_ended for one in at)
         is_fault = stuck and len(at) > 1 and len(self.ranks) == len(self.made)
         return "different" if is_fault else "unknown"
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
+        """How the script ended, after how many steps, and where its ranks were then."""
         each = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(self.made))
         apart = f" ({each})" if len(set(self.made)) > 1 else ""
-        after = f"after {min(self.made)} of the {self.asked} steps that were asked for{apart}"
+        made = min(self.made, default=0)
+        after = f"after {made} of the {self.asked} steps that were asked for{apart}"
         if self.code is None:
-            return f"the script was ended after {self.seconds:g} s, {after}{self.places}"
+            places = "".join(f"; rank {rank} {one}" for rank, one in self.ranks.items())
+            return f"the script was ended after {self.seconds:g} s, {after}{places}"
         if self.code == 0:
             return f"the script ended by itself {after}"
-        code = f"with exit code {self.code}"
-        return f"the script failed {after}, {code}; it printed last:\n{self.printed}"
+        return f"the script failed {after}, with exit code {self.code}"
 
-    @property
-    def places(self) -> str:
-        """Where the ranks were, as the end of a sentence."""
-        return "".join(f"; rank {rank} {one}" for rank, one in self.ranks.items())
+    def __str__(self) -> str:
+        return f"{self.sentence}; it printed last:\n{self.printed}" if self.code else self.sentence
 
     def verdict(self, name: str, last: Verdict) -> Verdict | None:
         """On the script as a whole; None if nothing is wrong. ``last``: on its last step."""
@@ -236,7 +220,7 @@ class Ending:
             [
                 line
                 for rank, one in self.ranks.items()
-                for line in lines_at(one.place or Place(), f"rank {rank} waits in {one.waits_in}")
+                for line in lines_at(one.place, f"rank {rank} waits in {one.waits_in}")
             ],
         )
         return replace(last, outcome="different", cause=finding.cause, findings=(finding,))
@@ -245,7 +229,9 @@ class Ending:
 def where_ranks_are(record: Record) -> dict[int, RankPlace]:
     """The places of the ranks that have called their models, and run or ran."""
     before, now = (_look(record) for _ in range(2))
-    return {rank: one if one == before[rank] else RankPlace(one.place) for rank, one in now.items()}
+    return {
+        rank: one if one == before[rank] else replace(one, waits_in="") for rank, one in now.items()
+    }
 
 
 def _look(record: Record) -> dict[int, RankPlace]:
@@ -267,10 +253,10 @@ def _place(record: Record, rank: int) -> RankPlace:
     with suppress(psutil.NoSuchProcess):
         if psutil.Process(process).status() != psutil.STATUS_ZOMBIE and stacks.exists():
             last = stacks.read_text().rpartition("(most recent call first)")[2]
-            frames = [Place(file, int(line), name) for file, line, name in FRAME.findall(last)]
-            shown = [one for one in frames if is_shown(one.file)] or [Place()]
-            line = next((one for one in shown if is_users(one.file)), shown[0])
-            inside = frames[: frames.index(shown[0])] if shown[0].file else frames
+            frames = [CodeLine(file, int(line), name) for file, line, name in FRAME.findall(last)]
+            shown = [one for one in frames if is_shown(one.file)]
+            line = next((one for one in shown if is_users(one.file)), next(iter(shown), None))
+            inside = frames[: frames.index(shown[0])] if shown else frames
             waits = (
                 what or frame.function
                 for function, file, what in WAITING
@@ -278,140 +264,6 @@ def _place(record: Record, rank: int) -> RankPlace:
                 if function in frame.function and file in frame.file
                 if frame.function != "wrapper"
             )
-            at = replace(line, file=os.path.realpath(line.file)) if line.file else line
+            at = line and replace(line, file=os.path.realpath(line.file))
             return RankPlace(at, next(waits, ""))
-    return RankPlace(None)
-
-
-# What a user may say about how a script is observed.
-
-PRECISIONS = ("auto", "float64", "own")
-
-Command = Sequence[str] | str
-"""A command as words, or as a line for a shell."""
-
-
-class ObserveOptions(TypedDict, total=False):
-    """The named arguments of ``observe``; ``Options`` says what each of them does."""
-
-    steps: int
-    from_step: int
-    one_process: Command | None
-    flat: Command | None
-    precision: str
-    dropout: bool
-    as_cpu: int
-    folder: Path | str
-    in_place: bool
-    keep: Path | str | None
-    deadline: float
-    plant: str
-    export: Path | str | None
-
-
-WHERE = ("folder", "keep", "export")
-"""Options that only say where something lies."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """``steps``: how many steps of optimizers are recorded, after ``from_step`` others have passed.
-
-    ``one_process``: the command that trains in one process; None takes it from the command of the
-    ranks. ``flat``: a command that trains in one process without gradient accumulation: it computes
-    each step once more, with all rows of the step as one batch. ``precision``: "float64", "own"
-    for that of the script, or "auto" for float64 unless the script fails in it. ``dropout``: False
-    drops nothing, in any run. ``as_cpu``: so many CUDA devices are the CPU; 0 for none, -1 for as
-    many as the command starts processes. ``folder``: where the command belongs. It runs in a copy
-    of it that is made of links, or, with ``in_place``, in the folder itself. ``keep``: a new folder
-    for what is recorded and printed, which is deleted otherwise. ``deadline``: the seconds that
-    recording may take, and each step in one process. ``plant``: the name of a fault that is planted
-    in the ranks, to see whether it is found. ``export``: a new folder for the first step that is
-    different, as files that stand alone.
-
-    Raises BadCase for a value that cannot be right.
-    """
-
-    steps: int = 3
-    from_step: int = 0
-    one_process: Command | None = None
-    flat: Command | None = None
-    precision: str = "auto"
-    dropout: bool = True
-    as_cpu: int = 0
-    folder: Path | str = "."
-    in_place: bool = False
-    keep: Path | str | None = None
-    deadline: float = 600.0
-    plant: str = ""
-    export: Path | str | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_whole(self.steps) or self.steps < 1:
-            raise BadCase("steps", self.steps, "a number of optimizer steps, from 1")
-        if not _is_whole(self.from_step) or self.from_step < 0:
-            raise BadCase("from_step", self.from_step, "a number of optimizer steps, from 0")
-        if self.precision not in PRECISIONS:
-            raise BadCase("precision", self.precision, f"one of {', '.join(PRECISIONS)}")
-        if not _is_whole(self.as_cpu) or self.as_cpu < -1:
-            raise BadCase("as_cpu", self.as_cpu, "a number of devices, 0 for none, or -1")
-        if not (isinstance(self.deadline, int | float) and 0 < self.deadline < math.inf):
-            raise BadCase("deadline", self.deadline, "a number of seconds above 0")
-        if not Path(self.folder).is_dir():
-            raise BadCase("folder", str(self.folder), "a folder that exists")
-        for name in ("keep", "export"):
-            path = getattr(self, name)
-            if path is not None and Path(path).exists():
-                raise BadCase(name, str(path), "a path at which nothing is yet")
-        if self.plant:
-            _require_plantable(self.plant)
-
-    def words(self) -> str:
-        """The options that decide what is computed, as they stand on a command line before ``--``;
-        those that have their usual values are left out.
-        """
-        found: list[str] = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in WHERE or value == one.default:
-                continue
-            if one.name == "dropout":
-                found.append("--no-dropout")
-                continue
-            found.append(f"--{one.name.replace('_', '-')}")
-            if value is not True:
-                found.append(value if isinstance(value, str) else _text(value))
-        return "".join(f"{shlex.quote(word)} " for word in found)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, Sequence):
-        return shlex.join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def words_of(command: Command, field: str) -> tuple[str, ...]:
-    """The words of a command. Raises BadCase if there are none, or a quote is left open."""
-    try:
-        words = tuple(shlex.split(command) if isinstance(command, str) else command)
-    except ValueError as error:
-        raise BadCase(field, command, f"a command as for a shell; {error}") from error
-    if not words:
-        right = "a command that trains, such as torchrun --nproc-per-node 2 train.py"
-        raise BadCase(field, command, right)
-    return words
-
-
-def _require_plantable(name: str) -> None:
-    """Raises BadCase for a fault that is planted in a step of ``check``, and not in torch."""
-    from ddp_equivalence.faults import FAULTS
-    from ddp_equivalence.faults.fault import Fault
-
-    intact = Fault("", "").break_torch
-    in_torch = [fault.name for fault in FAULTS.values() if fault.break_torch is not intact]
-    if name not in in_torch:
-        raise BadCase("plant", name, f"a fault that lies in torch, one of {', '.join(in_torch)}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return RankPlace(has_ended=True)

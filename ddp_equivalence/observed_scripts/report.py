@@ -7,9 +7,9 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,23 +19,24 @@ from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, OWN, SeenClip
+from ddp_equivalence.observed_scripts.recorded_step import (
+    BEFORE_CLIP,
+    HELD,
+    OWN,
+    SeenClip,
+    text_of_line,
+)
 from ddp_equivalence.report.numbers import parameters_lines
 from ddp_equivalence.report.render import full_lines, pointed_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
 from ddp_equivalence.report.text import Line, Style, encodable, labelled, paragraph, plural
 from ddp_equivalence.report.verdict import Outcome, Verdict
 
-if TYPE_CHECKING:
-    from ddp_equivalence.report.verdict import Verdict
-
-
-# The report on an observed script: what was compared, and what that guarantees.
-
-
-def render(observed: Observed, full: bool) -> str:
-    """The report as plain text. ``full``: with all that is known of every step."""
-    return "".join(f"{line.text}\n" for line in report_lines(observed, full))
+GUARANTEE = (
+    "For these steps, from the weights that the ranks had, on the rows that they really read, "
+    "the gradients that the optimizer gets on every rank are those that this script computes "
+    "in one process."
+)
 
 
 def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
@@ -43,11 +44,13 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
     full = full or settings.current().full_report
     verdict = observed.verdict
     if verdict.outcome == "same":
-        yield Line(f"same: {observed.name}: {_steps(observed)} as in one process", Style.GOOD)
+        count = len(observed.verdicts)
+        steps = f"{count} {plural(count, 'step')} on {observed.world_size} ranks"
+        yield Line(f"same: {observed.name}: {steps} as in one process", Style.GOOD)
         yield Line("")
         yield from _table(observed)
         yield Line("")
-        yield from paragraph(_guarantee(observed), "  ")
+        yield from paragraph(GUARANTEE, "  ")
     elif verdict.outcome == "unknown":
         yield Line(f"unknown: {verdict.subject}", Style.UNCERTAIN)
         yield Line("")
@@ -83,11 +86,6 @@ def _not_explained(verdict: Verdict) -> Iterator[Line]:
     yield from parameters_lines(verdict)
 
 
-def _steps(observed: Observed) -> str:
-    count = len(observed.verdicts)
-    return f"{count} {plural(count, 'step')} on {observed.world_size} ranks"
-
-
 def _outcomes(observed: Observed) -> str:
     """The outcome of every recorded step: ``1 same; 2, 3 different``."""
     numbers: dict[str, list[str]] = {}
@@ -102,9 +100,12 @@ def _table(observed: Observed) -> Iterator[Line]:
         zip(observed.verdicts, observed.facts, strict=True), start=1
     ):
         optimizer = " + ".join(facts.optimizers)
+        error, limit = (
+            "-" if one is None else text_of(one, ".1e") for one in (verdict.error, verdict.limit)
+        )
         yield Line(
             f"  {number:>4}  {optimizer[:14]:<14}  {facts.rows:>4}  {facts.micro_batches:>13}  "
-            f"{text_of(facts.loss, '.4g'):<9}  {_number(verdict.error)}  {_number(verdict.limit)}"
+            f"{text_of(facts.loss, '.4g'):<9}  {error}  {limit}"
         )
 
 
@@ -121,10 +122,6 @@ def _only_rounding(observed: Observed) -> Iterator[str]:
         )
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else text_of(value, ".1e")
-
-
 def _limits(observed: Observed) -> Iterator[str]:
     """Where the limits in the table come from."""
     for verdict in observed.verdicts:
@@ -134,14 +131,6 @@ def _limits(observed: Observed) -> Iterator[str]:
         reason, floor = worst.limit.reason, worst.limit.floor
         measured = f" ({floor:.0e})" if floor and "error of one device" in reason else ""
         yield f"{reason}{measured}"
-
-
-def _guarantee(observed: Observed) -> str:
-    return (
-        "For these steps, from the weights that the ranks had, on the rows that they really read, "
-        "the gradients that the optimizer gets on every rank are those that this script computes "
-        "in one process."
-    )
 
 
 def _how(observed: Observed) -> Iterator[Line]:
@@ -160,9 +149,6 @@ def _how(observed: Observed) -> Iterator[Line]:
     recorded, replayed = observed.seconds
     seconds = f"{recorded:.0f} on the ranks, {replayed:.0f} in one process"
     yield from labelled("Seconds:     ", seconds)
-
-
-# What ``observe`` returns.
 
 
 @dataclass(frozen=True)
@@ -228,11 +214,15 @@ class Observed:
         return self.verdict.cause
 
     def __str__(self) -> str:
-        return encodable(render(self, full=False), sys.stdout)
+        return self._text(full=False)
 
     def full_report(self) -> str:
         """Everything that is known of every step."""
-        return encodable(render(self, full=True), sys.stdout)
+        return self._text(full=True)
+
+    def _text(self, full: bool) -> str:
+        lines = "".join(f"{line.text}\n" for line in report_lines(self, full))
+        return encodable(lines, sys.stdout)
 
     def assert_equivalent(self) -> Observed:
         """Raises NotEquivalent or NothingCompared, unless every step is the same."""
@@ -285,11 +275,8 @@ def _step(observed: Observed, number: int) -> dict[str, Any]:
         "cause": verdict.cause,
         "reason": verdict.reason,
         "unknown_because": None if because is None else because.value,
-        "optimizers": list(facts.optimizers),
-        "rows": facts.rows,
-        "micro_batches": facts.micro_batches,
+        **asdict(facts),
         "loss": _finite(facts.loss),
-        "clips": facts.clips,
         "error": _finite(verdict.error),
         "floor": _finite(verdict.floor),
         "limit": _finite(verdict.limit),
@@ -374,9 +361,6 @@ def export(step: ObservedStep, folder: Path, headline: str, command: str, one_pr
     return script
 
 
-# What a report says of one step beside its verdict.
-
-
 @dataclass(frozen=True)
 class StepFacts:
     """``optimizers``: the classes of those that stepped. ``rows``: that all ranks read together.
@@ -407,5 +391,5 @@ class StepFacts:
 
 def _clipped(clip: SeenClip) -> str:
     norm = "" if math.isnan(clip.norm) else f", its norm was {text_of(clip.norm, '.3g')}"
-    place = f"{clip.place}: " if str(clip.place) else ""
+    place = f"{text_of_line(clip.place)}: " if clip.place else ""
     return f"{place}clipped to {text_of(clip.limit, '.3g')}{norm}"

@@ -143,14 +143,11 @@ def _are_rows(count: int, lists: Sequence[list[Entry]], elsewhere: Collection[in
     if len(lengths) == 1 and (None not in lengths):
         # They are as long along dim 0 as whole tensors are.
         beside = sizes_differ and count in elsewhere and lengths.isdisjoint({count, *elsewhere})
-        return beside or (_has_dicts(lists) and len(lists) > 1 and lengths.isdisjoint(elsewhere))
+        have_dicts = len(lists) > 1 and any("" not in entries[0] for entries in lists)
+        return beside or (have_dicts and lengths.isdisjoint(elsewhere))
     along_dim_0 = {tuple(one[0][:1] for one in of) for of in shapes}
     may_differ = sizes_differ or count == 1
     return may_differ and (count in elsewhere or len(along_dim_0) > 1)
-
-
-def _has_dicts(lists: Sequence[list[Entry]]) -> bool:
-    return any("" not in entries[0] for entries in lists)
 
 
 def _shapes(entry: Entry) -> list[tuple[int, ...]]:
@@ -163,7 +160,11 @@ def _alike(value: Any, path: str, top: Collection[str]) -> Iterator[tuple[str, l
     if is_list and (path not in top or (top == TOP and _are_dicts_of_other_sizes(value))):
         entries = [dict(leaves_of(entry)) for entry in value]
         kinds = [
-            {end: (leaf.ndim, leaf.dtype) for end, leaf in entry.items() if _is_tensor(leaf)}
+            {
+                end: (leaf.ndim, leaf.dtype)
+                for end, leaf in entry.items()
+                if isinstance(leaf, Tensor)
+            }
             for entry in entries
         ]
         if kinds[0] and all(kind == kinds[0] for kind in kinds):
@@ -180,10 +181,6 @@ def _are_dicts_of_other_sizes(value: Sequence[Any]) -> bool:
     shapes = [_shapes(dict(leaves_of(one))) for one in value]
     lengths = {shape[:1] for one in shapes for shape in one}
     return len(lengths) > 1
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
 
 
 def _sizes_elsewhere(batch: Any, lists: Mapping[str, Any]) -> Iterator[int]:
@@ -319,7 +316,10 @@ def joined(parts: Sequence[Part]) -> Rows:
         if not all(path in rows.tensors for rows, _ in parts):
             continue
         if all(rows.has_rows(path) for rows, _ in parts):
-            taken = [_taken(rows.tensors[path], which) for rows, which in parts]
+            taken = [
+                rows.tensors[path] if which is None else rows.tensors[path][list(which)]
+                for rows, which in parts
+            ]
             tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
         else:
             whole = first.tensors[path]
@@ -338,10 +338,6 @@ def joined(parts: Sequence[Part]) -> Rows:
     }
     counts = [rows.count if which is None else len(which) for rows, which in parts]
     return Rows(tensors, lists, sum(counts), entries)
-
-
-def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
-    return tensor if which is None else tensor[torch.as_tensor(list(which), dtype=torch.long)]
 
 
 def _entries(entries: list[Any], which: Sequence[int] | None) -> list[Any]:

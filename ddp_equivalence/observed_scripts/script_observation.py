@@ -11,11 +11,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.as_case import (
+    ObservedStep,
+    SecondRun,
+    is_the_same,
+    seen_again,
+    what_to_look_at,
+)
 from ddp_equivalence.observed_scripts.judged_step import (
     SECONDS_TO_EXPLAIN,
     Script,
@@ -27,11 +34,6 @@ from ddp_equivalence.observed_scripts.launch import (
     processes_in,
     short_folder,
     with_own_scripts,
-)
-from ddp_equivalence.observed_scripts.looked_at_closer import (
-    SecondRun,
-    is_the_same,
-    second_run,
 )
 from ddp_equivalence.observed_scripts.not_comparable import about_epochs
 from ddp_equivalence.observed_scripts.oracle import (
@@ -45,23 +47,21 @@ from ddp_equivalence.observed_scripts.oracle import (
     Oracle,
 )
 from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks
-from ddp_equivalence.observed_scripts.recording import (
+from ddp_equivalence.observed_scripts.recorded_step import text_of_line
+from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
+from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
+from ddp_equivalence.observed_scripts.told import (
     Command,
+    LookAt,
     ObserveOptions,
     Options,
-    Recording,
-    ScriptFailed,
+    Told,
     words_of,
-    working_folder,
 )
-from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
-from ddp_equivalence.observed_scripts.told import LookAt, Told
 from ddp_equivalence.report.record import tell
 from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.text import Line, Style, labelled, plural
 from ddp_equivalence.report.verdict import Verdict
-
-# The flow of ``observe``: record the ranks, replay in one process, judge, look closer.
 
 NOT_REPEATED = (
     "the ranks could not be watched a second time: they read other rows then, or had other "
@@ -131,7 +131,7 @@ class ScriptObservation:
         self.notes.append(RAGGED)
         self.options = replace(self.options, dropout=False)
         self.recording = Recording(self.command, self.options, self.scratch)
-        return Record(self.recording.again(float64=self.float64).folder)
+        return self.recording.again(self.float64)
 
     def in_one_process(self, record: Record) -> tuple[str, ...]:
         """The command that trains in one process. Raises BadCase if it is not known."""
@@ -185,19 +185,14 @@ class ScriptObservation:
 
     def _told_to_replay(self, record: Record, alone: Sequence[str], at: Path, socket: Path) -> Told:
         """What the one process is told. ``at``: where it runs. ``socket``: where it asks."""
+        # A launcher says how many processes train; other scripts count devices.
+        devices = self.options.as_cpu
+        alike = tuple(alone) == self.command
+        options = replace(self.options, as_cpu=min(1, devices) if alike else devices)
         return Told(
-            role="replay",
-            folder=str(record.folder),
-            steps=len(record.steps),
-            float64=self.float64,
-            without_dropout=not self.options.dropout,
-            # A launcher says how many processes train; other scripts count devices.
-            devices_on_cpu=self.options.as_cpu
-            if tuple(alone) != self.command
-            else min(1, self.options.as_cpu),
+            *("replay", str(record.folder), options, self.float64, str(at)),
             socket=str(socket),
             feed=record.feed,
-            working_folder="" if self.options.in_place else str(at),
         )
 
     def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
@@ -218,37 +213,38 @@ class ScriptObservation:
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
     def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:
-        if self.has_looked_closer:
-            return SecondRun()  # once is enough: the steps of a script are made by the same lines
+        """What is seen when the ranks run again; once, as the same lines make all steps."""
+        look_at = None if self.has_looked_closer else what_to_look_at(step, verdict)
         self.has_looked_closer = True
-
-        def run_again(look_at: LookAt, number: int) -> Record | None:
-            assert step.oracle is not None
-            record = self._run_again(look_at, number, step.oracle)
-            if is_the_same(step, record):
-                return record
-            self.notes.append(NOT_REPEATED)
-            return None
-
+        if look_at is None:
+            return SecondRun()
         try:
-            return second_run(step, verdict, run_again)
+            try:
+                record = self._run_again(step, look_at)
+            except ScriptFailed:  # it may not if less is watched
+                record = self._run_again(step, replace(look_at, operations=False, set_up=False))
         except ScriptFailed as error:
             why = str(error).splitlines()[-1].strip()
             self.notes.append(f"the ranks could not be watched a second time: {why}")
             return SecondRun()
+        if not is_the_same(step, record):
+            self.notes.append(NOT_REPEATED)
+            return SecondRun()
+        return seen_again(step, record, look_at.module)
 
-    def _run_again(self, look_at: LookAt, number: int, oracle: Oracle) -> Record:
+    def _run_again(self, step: ObservedStep, look_at: LookAt) -> Record:
         """A record of one step that is watched closely. Raises ScriptFailed."""
         show("the ranks train again, and are watched")
-        first_step = self.options.from_step + number
-        told = {"first_step": first_step, "steps": 1, "look_at": look_at, "float64": self.float64}
+        assert step.oracle is not None
+        options = replace(self.options, from_step=self.options.from_step + step.number, steps=1)
+        again = partial(self.recording.again, self.float64, options, look_at)
         try:
-            return self.recording.again(**told)
+            return again()
         except ScriptFailed as error:
             if "address already in use" not in str(error):
                 raise
-        with oracle.paused():  # the one process listens at the port that the script always takes
-            return self.recording.again(**told)
+        step.oracle.stop()  # the one process listens at the port that the script always takes
+        return again()
 
 
 def show(what: str) -> None:
@@ -270,12 +266,6 @@ def _notes(oracle: Oracle) -> Iterator[str]:
         yield f"{operation} drew other numbers than the ranks, {count} times"
 
 
-# ``observe`` runs a training script as it is, and says whether its ranks train like one process.
-#
-# The script runs twice. First its ranks are recorded for a few steps. Then the same script
-# computes the same steps in one process, from the recorded weights, on the rows that all ranks
-# read. If a step differs, the ranks run once more, and are watched line by line.
-
 DEVICES_OF_UNKNOWN = 2
 """A command that does not say how many processes it starts gets so many devices."""
 
@@ -284,7 +274,7 @@ def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
     """Run the command on its ranks and in one process, and compare what its optimizer gets.
 
     ``command``: starts training on several ranks of this machine, as words or as a line for a
-    shell. ``options``: see ``ddp_equivalence.observed_scripts.recording.Options``.
+    shell. ``options``: see ``ddp_equivalence.observed_scripts.told.Options``.
 
     Raises BadCase for an argument that cannot be right, and ScriptFailed if the command ends before
     it has made the steps to record.
@@ -317,7 +307,7 @@ def _observation(command: Command, given: ObserveOptions) -> Iterator[ScriptObse
     if options.keep is not None:
         kept = Path(options.keep)
         kept.mkdir(parents=True)
-        yield ScriptObservation(words, options, kept.resolve())
+        yield ScriptObservation(words, replace(options, keep=None), kept.resolve())
         return
     with tempfile.TemporaryDirectory(prefix="observed-", ignore_cleanup_errors=True) as folder:
         yield ScriptObservation(words, options, Path(folder).resolve())
@@ -346,9 +336,9 @@ def plan_lines(
 
 def _step_lines(record: Record, number: int, reads: bool) -> Iterator[Line]:
     step = record.step(0, number)
-    at = f" at {step.stepped_at}" if str(step.stepped_at) else ""
+    at = f" at {text_of_line(step.stepped_at)}" if step.stepped_at else ""
     yield Line(f"  step {number + 1}: {' + '.join(step.optimizers)} steps{at}")
-    called = Counter((call.module, str(call.place)) for call in step.calls)
+    called = Counter((call.module, text_of_line(call.place)) for call in step.calls)
     for (module, place), times in called.items():
         where = f" at {place}" if place else ""
         yield Line(f"    {module} is called{where}, {times} {plural(times, 'time')} by rank 0")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -33,7 +32,6 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     OWN,
     STALE,
     GradientKind,
-    Place,
     Step,
 )
 from ddp_equivalence.report.verdict import Verdict
@@ -85,12 +83,9 @@ def seen(
     )
 
 
-def lines_at(place: Place, note: str, missing: str = "") -> tuple[PointedLine, ...]:
+def lines_at(at: CodeLine | None, note: str, missing: str = "") -> tuple[PointedLine, ...]:
     """The line to mark; () if none is known. ``missing``: what should follow it."""
-    if not place.file:
-        return ()
-    line = CodeLine(place.file, place.number, place.function)
-    return (PointedLine(line, note, is_fault=True, missing=missing),)
+    return () if at is None else (PointedLine(at, note, is_fault=True, missing=missing),)
 
 
 def faults_seen(step: ObservedStep) -> Iterator[Finding]:
@@ -98,8 +93,7 @@ def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     yield from _same_rows(step)
     yield from _nothing_reduced(step)
     yield from _clipped_while_scaled(step)
-    yield from _frozen_on_some_ranks(step)
-    yield from _left_out_on_some_ranks(step)
+    yield from _not_trained_on_some_ranks(step)
     yield from _weights_part(step)
 
 
@@ -110,7 +104,7 @@ def _same_rows(step: ObservedStep) -> Iterator[Finding]:
     if any(one != read[0] for one in read) or not read[0]:
         return
     recorded = step.of_rank(0)
-    lines = lines_at(recorded.earlier.loader, "its rows are the same on every rank")
+    lines = lines_at(recorded.loader_made, "its rows are the same on every rank")
     for call in recorded.calls[:1]:
         lines = lines or lines_at(call.place, "is called with the same rows on every rank")
     yield seen(
@@ -218,53 +212,50 @@ def clipped_otherwise(step: ObservedStep) -> Finding:
 # Parameters that some ranks train and others do not.
 
 
-def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
-    frozen = [step.of_rank(rank).frozen for rank in step.ranks]
-    names = set[str]().union(*frozen) - frozen[0].intersection(*frozen)
-    # A parameter without a gradient is trained nowhere.
-    names &= set[str]().union(*(step.of_rank(rank).stepped for rank in step.ranks))
-    if not names:
-        return
-    late = [rank for rank in step.ranks if names.intersection(frozen[rank])]
-    where, named = ranks_by_number(late), _one_of(step, names)
-    yield seen(
-        "parameter_frozen_on_one_rank",
-        f"{named} is frozen on {where} only",
-        "set requires_grad alike on all ranks, before the model is wrapped.",
-        (),
-        f"requires_grad of {named} is False on {where} when the optimizer steps",
-    )
-
-
-def _left_out_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
-    """The optimizers of some ranks do not have a parameter that those of others have."""
-    by_rank = _stepped_with(step, step.number)
-    everywhere = by_rank[0].intersection(*by_rank)
-    names = set[str]().union(*by_rank) - everywhere
-    late = [rank for rank in step.ranks if names - by_rank[rank]]
-    if not names or not everywhere or any(step.of_rank(rank).unnamed for rank in late):
+def _not_trained_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+    """Some ranks freeze what others train, or their optimizers do not have it."""
+    recorded = [step.of_rank(rank) for rank in step.ranks]
+    trained = set[str]().union(*(one.stepped for one in recorded))
+    late, named = _on_some_ranks(step, [trained & one.frozen for one in recorded])
+    where = ranks_by_number(late)
+    if late:
+        yield seen(
+            "parameter_frozen_on_one_rank",
+            f"{named} is frozen on {where} only",
+            "set requires_grad alike on all ranks, before the model is wrapped.",
+            (),
+            f"requires_grad of {named} is False on {where} when the optimizer steps",
+        )
+    stepped = _stepped_with(step, step.number)
+    names = set[str]().union(*stepped)
+    late, named = _on_some_ranks(step, [names - one for one in stepped])
+    where = ranks_by_number(late)
+    if any(recorded[rank].unnamed for rank in late):
         return  # they may be there, in modules that these ranks have not called yet
-    where, named = ranks_by_number(late), _one_of(step, names)
-    yield seen(
-        "parameter_frozen_on_one_rank",
-        f"the optimizer of {where} does not have {named}",
-        "give the optimizer the same parameters on all ranks.",
-        lines_at(
-            step.of_rank(late[0]).earlier.optimizer,
-            f"makes the optimizer, on {where} without {named}",
-        ),
-        f"{named} is in the optimizer of other ranks",
-    )
+    if late and set[str].intersection(*stepped):
+        yield seen(
+            "parameter_frozen_on_one_rank",
+            f"the optimizer of {where} does not have {named}",
+            "give the optimizer the same parameters on all ranks.",
+            lines_at(
+                recorded[late[0]].optimizer_made,
+                f"makes the optimizer, on {where} without {named}",
+            ),
+            f"{named} is in the optimizer of other ranks",
+        )
+
+
+def _on_some_ranks(step: ObservedStep, by_rank: Sequence[set[str]]) -> tuple[list[int], str]:
+    """The ranks that have a name which not all ranks have, and these names in words."""
+    names = set[str]().union(*by_rank) - set[str].intersection(*by_rank)
+    ranks = [rank for rank, own in enumerate(by_rank) if names & own]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ranks, min(map(step.short, names), default="") + more
 
 
 def _stepped_with(step: ObservedStep, number: int) -> list[set[str]]:
     """For each rank, the parameters with which its optimizers stepped in a step."""
     return [set(step.record.step(rank, number).held) for rank in step.ranks]
-
-
-def _one_of(step: ObservedStep, names: set[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return min(map(step.short, names)) + more
 
 
 def other_optimizers_step(step: ObservedStep) -> Iterator[Finding]:
@@ -297,7 +288,7 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
     rank 0 computes what one process, which has those of rank 0, does not compute from its rows.
     """
     weights = [step.of_rank(rank).weights for rank in step.ranks]
-    first, buffers = weights[0], step.of_rank(0).earlier.buffers
+    first, buffers = weights[0], step.of_rank(0).buffers_kept
     trained = step.of_rank(0).held
     names = [
         name
@@ -324,73 +315,54 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
         f"give {module} the same {what} on all ranks; broadcast or reduce what changes them.",
         lines_at(line_of_buffer(step, of_module[0]), f"gives {named} another value on each rank")
         if are_buffers
-        else _loaded_on_some_ranks(step, module),
+        else (),
         f"{ranks_by_number(apart)} computed what one process, which has the {what} of rank 0, "
         "does not compute from the same rows",
     )
 
 
-def line_of_buffer(step: ObservedStep, buffer: str) -> Place:
-    """The line in the class of its module that gives a buffer its value; an empty place if none
-    is known.
-    """
-    kept_by = step.of_rank(0).earlier.buffers.get(buffer, Place())
+def line_of_buffer(step: ObservedStep, buffer: str) -> CodeLine | None:
+    """The line in the class of its module that gives a buffer its value; None if none is known."""
+    kept_by = step.of_rank(0).buffers_kept.get(buffer)
     name = re.split("[.:]", buffer)[-1]
-    return line_that_assigns(kept_by.file, kept_by.function, name) if kept_by.file else Place()
+    return kept_by and line_that_assigns(kept_by.file, kept_by.function, name)
 
 
-def line_that_assigns(file: str, kind: str, attribute: str) -> Place:
+def line_that_assigns(file: str, kind: str, attribute: str) -> CodeLine | None:
     """The only line in a class, outside of ``__init__``, that assigns an attribute of self or
-    writes into it; an empty place if there are several.
+    writes into it; None if there are several.
     """
-    methods = [
-        method
+    found = {
+        CodeLine(file, node.lineno, method.name)
         for owner in classes_in(file)
         if owner.name == kind
         for method in owner.body
         if isinstance(method, ast.FunctionDef) and method.name != "__init__"
-    ]
-    found = {
-        Place(file, node.lineno, method.name)
-        for method in methods
         for node in ast.walk(method)
-        if isinstance(node, ast.stmt | ast.expr) and _writes(node, attribute)
-    }
-    return found.pop() if len(found) == 1 else Place()
-
-
-def _writes(node: ast.AST, attribute: str) -> bool:
-    """True if a statement, or a call of a method such as copy_, writes to this attribute."""
-    targets: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-        targets = [node.target]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        method = node.func.attr
-        targets = [node.func.value] if method.endswith("_") and not method.endswith("__") else []
-    return any(
-        isinstance(one, ast.Attribute) and one.attr == attribute and last_name(one.value) == "self"
-        for target in targets
+        if isinstance(node, ast.stmt | ast.expr)
+        for target in _written_to(node)
         for one in ast.walk(target)
-    )
+        if isinstance(one, ast.Attribute) and one.attr == attribute
+        if last_name(one.value) == "self"
+    }
+    return found.pop() if len(found) == 1 else None
 
 
-def _loaded_on_some_ranks(step: ObservedStep, module: str) -> tuple[PointedLine, ...]:
-    """The line that loads the weights of a module, if only some ranks run it."""
-    loaded = [step.of_rank(rank).earlier.loaded for rank in step.ranks]
-    on = [rank for rank in step.ranks if module in loaded[rank]]
-    if not on or len(on) == len(loaded):
-        return ()
-    note = f"loads the weights of {module} on {ranks_by_number(on)} only"
-    return lines_at(loaded[on[0]][module], note)
+def _written_to(node: ast.AST) -> list[ast.AST]:
+    """What a statement assigns, or a method such as copy_ changes."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        method = node.func.attr
+        return [node.func.value] if method.endswith("_") and not method.endswith("__") else []
+    if isinstance(node, ast.Assign):
+        return [*node.targets]
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
 
 
 def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
     """None if one process cannot compute it."""
     own = step.gradients(rank, OWN)
     try:
-        alone = step.computed_alone(step.rows_by_rank[rank])
+        alone = step.computed(step.alone(rank))
     except CannotReplay:
         return None
     return distance([(1.0, own), (-1.0, alone)]) <= rounding_of(own)
@@ -443,18 +415,12 @@ def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
     if not late or not holds_the_mean_of_own(step, STALE):
         return
     where = "on every rank" if len(late) == len(step.ranks) else f"on {ranks_by_number(late)}"
-    cleared = [step.of_rank(rank).earlier.cleared for rank in step.ranks]
-    others = [rank for rank in step.ranks if cleared[rank].file]
-    if others and not set(late).intersection(others):
-        lines = lines_at(cleared[others[0]], f"clears gradients on {ranks_by_number(others)} only")
-    else:
-        place = step.of_rank(late[0]).backward_at[0]
-        lines = lines_at(place, f"adds to gradients that are there already {where}")
+    place = step.of_rank(late[0]).backward_at[0]
     yield seen(
         "stale_gradient_added",
         "gradients of a step before are added",
         "call optimizer.zero_grad() in every step, on every rank.",
-        lines,
+        lines_at(place, f"adds to gradients that are there already {where}"),
         f"{where}, .grad is not zero when the step first goes backward",
     )
 
@@ -495,9 +461,9 @@ def _weights_part(step: ObservedStep) -> Iterator[Finding]:
 
 def _what_differs(
     step: ObservedStep, before: Sequence[Step], stepped: Collection[str]
-) -> tuple[str, Place]:
+) -> tuple[str, CodeLine | None]:
     """The first option or state of the optimizers that differs, in words, and the line of it."""
-    by_rank = [one.earlier.steps_with for one in before]
+    by_rank = [one.steps_with for one in before]
     keys = [
         key
         for key in {**by_rank[0], **by_rank[-1]}
@@ -512,19 +478,7 @@ def _what_differs(
     is_tensor = LENGTH_OF_DIGEST in map(len, values)
     text = f"differs ({len(keys)} such differences)" if is_tensor else f"is {each}"
     if not of.startswith("group "):
-        loaded = [place for one in before if (place := one.earlier.state_loaded).file]
-        return f"{option} of {step.short(of)} {text}", (*loaded, before[0].stepped_at)[0]
-    return f"{option} of {of} {text}", _line_of(option, before[0])
-
-
-def _line_of(option: str, before: Step) -> Place:
-    """The last line that stepped a scheduler, else the only one that assigns the option, else the
-    one that made the optimizer.
-    """
-    if option == "lr" and before.earlier.scheduled.file:
-        return before.earlier.scheduled
-    file = before.stepped_at.file
-    assigns = re.compile(rf"""\[["']{re.escape(option)}["']\]\s*[-+*/]?=[^=]""")
-    lines = Path(file).read_text(errors="replace").splitlines() if file else []
-    found = [number for number, line in enumerate(lines, start=1) if assigns.search(line)]
-    return Place(file, found[0]) if len(found) == 1 else before.earlier.optimizer
+        return f"{option} of {step.short(of)} {text}", before[0].stepped_at
+    made = before[0].stepped_at if before[0].number else before[0].optimizer_made  # as it was given
+    scheduled = before[0].scheduled if option == "lr" else None
+    return f"{option} of {of} {text}", scheduled or made

@@ -16,22 +16,23 @@ def begin() -> None:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
 
     told = Told.read(Path(os.environ[VARIABLE]))
-    if told.devices_on_cpu:
+    options = told.options
+    if options.as_cpu:
         from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import let_cuda_be_the_cpu
 
-        let_cuda_be_the_cpu(told.devices_on_cpu)
+        let_cuda_be_the_cpu(options.as_cpu)
     if told.float64:
         hooks.compute_in_float64()
-    if told.without_dropout:
+    if not options.dropout:
         hooks.drop_nothing()
-    if told.working_folder:
+    if not options.in_place:
         hooks.keep_files(told.working_folder)
     if told.role == "replay":
         hooks.let_sequences_be_unsorted()
     watch: Watch = Recorder(told) if told.role == "record" else Replayer(told)
     hooks.install(watch)
-    if told.plant:
+    if options.plant and told.role == "record":
         from ddp_equivalence.faults.plant import plant_here
 
-        watch.planted = plant_here(told.plant)
+        watch.planted = plant_here(options.plant)
         watch.planted.__enter__()  # until the process ends

@@ -71,9 +71,6 @@ class CloserLook:
                 continue
             off_at = None if ddp.require_backward_grad_sync else watch.no_sync_at
             observer.was_wrapped(ddp, lines, off_at)
-            for one in watch.hooked:
-                if one.ddp is ddp:
-                    observer.was_hooked(one.hook, one.lines)
         if self._look_at.operations:
             self._operations = operations or LoggedOperations.begun()
         self._module = module

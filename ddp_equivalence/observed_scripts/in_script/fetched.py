@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,8 +20,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.comparison.gradients import digest as digest_of
 from ddp_equivalence.observed_scripts.in_script.around import around
-from ddp_equivalence.observed_scripts.oracle import QuestionLine, end_process
-from ddp_equivalence.observed_scripts.query import Query, RowOrder
+from ddp_equivalence.observed_scripts.oracle import LEFT_OUT, MOST_TIMES
 from ddp_equivalence.observed_scripts.recorded_step import (
     Epoch,
     loaders_of_training,
@@ -25,7 +28,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     read_step,
 )
 from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.told import Told
+from ddp_equivalence.observed_scripts.told import Answer, Query, RowOrder, Told
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
@@ -48,45 +51,57 @@ class Fetched:
     generator: Tensor | None = None
 
 
+@dataclass
+class _Read:
+    """What a loader has yielded: ``batches``, None for those that are forgotten. The script has got
+    so many of them (``given``), and trained with so many (``used``). ``evaluated``: the number of
+    the last one that was only evaluated.
+    """
+
+    batches: list[Fetched | None] = field(default_factory=list)
+    given: int = 0
+    used: int = 0
+    evaluated: int | None = None
+
+
 class FetchedBatches:
-    """``training``: the loaders that are trained with. ``of_step``: the (loader, number) of each
-    batch of the step in progress, in order. A loader has the number that its process gave it.
+    """``training``: the loaders that are trained with, and ``loaders`` those whose batches were
+    used, in the order in which they first were. ``of_step``: the (loader, number) of each batch of
+    the step in progress, in order. A loader has the number that its process gave it.
     """
 
     def __init__(self) -> None:
         self.training: set[int] = set()
+        self.loaders: list[int] = []
         self.of_step: list[tuple[int, int]] = []
-        self._batches: dict[int, list[Fetched | None]] = {}
-        self._given: dict[int, int] = {}
-        self._used: dict[int, int] = {}
+        self._read: defaultdict[int, _Read] = defaultdict(_Read)
         self._since_call: list[int] = []
-        self._evaluated: dict[int, int] = {}
-        self._in_order_of_training: list[int] = []
         self._matched = False
 
     # --- what happens
 
     def reads_on(self, loader: int) -> None:
         """The loader is asked for another batch: what was only evaluated is forgotten."""
-        if loader in self._evaluated:
-            self._batches[loader][self._evaluated.pop(loader)] = None
+        read = self._read[loader]
+        if read.evaluated is not None:
+            read.batches[read.evaluated], read.evaluated = None, None
 
     def add(self, loader: int, rows: Rows) -> None:
         """Keep a batch until the model has been trained with it, or many others have come."""
         digests = frozenset(digest(tensor) for _, tensor in rows.all_tensors() if tensor.ndim)
-        batches = self._batches.setdefault(loader, [])
+        batches = self._read[loader].batches
         batches.append(Fetched(rows, digests))
         if len(batches) > MOST_AHEAD and loader not in self.training:
             batches[-1 - MOST_AHEAD] = None  # such as one of an evaluation
 
     def give(self, loader: int) -> None:
         """The script gets the first batch of a loader that it has not got yet."""
-        number = self._given.get(loader, 0)
-        if number == len(self._batches[loader]):
+        read = self._read[loader]
+        if read.given == len(read.batches):
             return  # the one around it gives a batch more than once
-        self._given[loader] = number + 1
-        if (batch := self._batches[loader][number]) is not None:
+        if (batch := read.batches[read.given]) is not None:
             batch.generator = generator_state()
+        read.given += 1
         self._since_call.append(loader)
 
     def trained_with(self, arguments: Any) -> None:
@@ -95,22 +110,24 @@ class FetchedBatches:
         matched = self._matching(arguments)
         for loader, number in matched.items():
             self._use(loader, number + 1)
-            self._evaluated.pop(loader, None)  # such as by a teacher
+            self._read[loader].evaluated = None  # such as by a teacher
             self._matched = True
         if not matched and not since:  # this is made of them, such as by a frozen encoder
-            since, self._evaluated = set(self._evaluated), {}
+            since = {loader for loader, one in self._read.items() if one.evaluated is not None}
+            for loader in since:
+                self._read[loader].evaluated = None
         self.training |= set(matched) or since
 
     def evaluated_with(self, arguments: Any) -> None:
         """A module is called without being trained: its batch does not make a training loader."""
-        if self._batches:
-            self._evaluated |= self._matching(arguments)
-            self._since_call = [one for one in self._since_call if one not in self._evaluated]
+        for loader, number in self._matching(arguments).items() if self._read else ():
+            self._read[loader].evaluated = number
+        self._since_call = [one for one in self._since_call if self._read[one].evaluated is None]
 
     def step_begins(self) -> None:
         """The last step has been written."""
         for loader, number in self.of_step:
-            self._batches[loader][number] = None
+            self._read[loader].batches[number] = None
         self.step_was_skipped()
         self._matched = False
 
@@ -124,22 +141,16 @@ class FetchedBatches:
         """Where no batch was recognised in a call, the step used all that the script has got."""
         if not self._matched:
             for loader in self.training:
-                self._use(loader, self._given.get(loader, 0))
+                self._use(loader, self._read[loader].given)
 
     @property
     def used(self) -> tuple[tuple[int, int], ...]:
         """As ``of_step``, with the loaders numbered in the order of ``loaders``."""
-        numbers = {loader: number for number, loader in enumerate(self._in_order_of_training)}
-        return tuple((numbers[loader], number) for loader, number in self.of_step)
-
-    @property
-    def loaders(self) -> tuple[int, ...]:
-        """Those that were trained with, in the order in which they first were."""
-        return tuple(self._in_order_of_training)
+        return tuple((self.loaders.index(loader), number) for loader, number in self.of_step)
 
     def batches_of_step(self) -> Sequence[Fetched]:
         """The batches of the step in progress."""
-        found = [self._batches[loader][number] for loader, number in self.of_step]
+        found = [self._read[loader].batches[number] for loader, number in self.of_step]
         return [one for one in found if one is not None]
 
     # --- matching
@@ -152,10 +163,8 @@ class FetchedBatches:
         """
         given = {digest(one) for one in tensors_of(arguments) if one.ndim}
         found: dict[int, int] = {}
-        for loader in sorted(self._batches, key=lambda one: (one not in self._used, one)):
-            batches = self._batches[loader]
-            for number in range(self._used.get(loader, 0), len(batches)):
-                batch = batches[number]
+        for loader, read in sorted(self._read.items(), key=lambda one: (not one[1].used, one[0])):
+            for number, batch in enumerate(read.batches[read.used :], start=read.used):
                 if batch is not None and given.intersection(batch.digests):
                     given -= batch.digests
                     found[loader] = number
@@ -163,12 +172,13 @@ class FetchedBatches:
         return found
 
     def _use(self, loader: int, until: int) -> None:
-        for number in range(self._used.get(loader, 0), until):
-            if self._batches[loader][number] is not None:
+        read = self._read[loader]
+        for number in range(read.used, until):
+            if read.batches[number] is not None:
                 self.of_step.append((loader, number))
-                if loader not in self._in_order_of_training:
-                    self._in_order_of_training.append(loader)
-        self._used[loader] = max(until, self._used.get(loader, 0))
+                if loader not in self.loaders:
+                    self.loaders.append(loader)
+        read.used = max(until, read.used)
 
 
 def digest(tensor: Tensor) -> str:
@@ -224,8 +234,13 @@ class FedLoaders:
         return self._told.feed == "loader" and loader in self.in_order
 
     def _has(self, query: Query, loader: int) -> bool:
-        read = _loaders_of(self._told.folder, query.ranks[0], query.steps)
-        return self.in_order.index(loader) in read
+        wanted = self.in_order.index(loader)
+        used = (self._used(query.ranks[0], step) for step in query.steps)
+        return any(one == wanted for batches in used for one, _ in batches)
+
+    @cache  # noqa: B019  (there is one in a process, and it stays)
+    def _used(self, rank: int, step: int) -> tuple[tuple[int, int], ...]:
+        return read_step(rank_folder(self._told.folder, rank), step).used
 
     def next_batch(self, loader: int) -> int:
         """The number of the batch that a loader yields now, among those of all queries."""
@@ -259,13 +274,6 @@ class FedLoaders:
         if batch == first or not self.is_fed(loader) or loader != self.in_order[0]:
             return False
         return self._asked.ends_epoch_before(batch)
-
-
-@cache
-def _loaders_of(folder: str, rank: int, steps: tuple[int, ...]) -> frozenset[int]:
-    """Those that a rank read from in these steps, numbered in the order of their training."""
-    read = (read_step(rank_folder(folder, rank), step).used for step in steps)
-    return frozenset(loader for batches in read for loader, _ in batches)
 
 
 # The DataLoaders of a process, which another process of the script has as well.
@@ -563,29 +571,74 @@ def _number() -> int:
 
 
 class AskedQueries:
-    """``line``: where they come from. A batch has its number among all that its loader yielded."""
+    """Queries come over a socket, at which the judging process listens. The first use connects, so
+    that processes which compute nothing, such as launchers, are silent. ``folder``: of the socket.
+    ``answered``: the number of answers that were sent.
+    """
 
-    def __init__(self, line: QuestionLine) -> None:
-        self._line = line
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.folder = Path(path).parent
+        self.answered = 0
         self._begun: list[Query] = []
+        self._only: Query | None = None
+        self._times = 0
+
+    @cached_property
+    def _connection(self) -> Connection:
+        return Client(self._path, "AF_UNIX")
+
+    def close(self) -> None:
+        """Leave the connection to another process."""
+        if "_connection" in vars(self):
+            self._connection.close()
+
+    def asked_only_over(self, connection: Connection) -> None:
+        """From now on, answer only the query that comes over this connection, instead of the last
+        that came.
+        """
+        self._connection = connection
+        self._only = self._begun[-1] = connection.recv()
+
+    def answer(self, answer: Answer) -> None:
+        """Send an answer. Of several answers to a query the first one counts."""
+        self._connection.send(("answer", answer))
+        self.answered += 1
+        if self._only is not None and answer.number == self._only.number:
+            end_process()
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Say why the query cannot be answered, and end the process."""
+        self._connection.send(("cannot", " ".join(reason.split())))
+        end_process()
 
     def query(self, number: int) -> Query:
-        """The query with this number, in the order in which they are computed."""
+        """The query with this number, in the order in which they are computed.
+
+        A loader that reads ahead asks before it has answered the query before. If there is no
+        other one yet, it is given the same again.
+        """
         while len(self._begun) <= number:
-            query = self._line.next_query()
-            if query is None:
-                end_process()
-            self._begun.append(query)
+            self._begun.append(self._next())
         return self._begun[number]
 
-    def replace_last(self, query: Query) -> None:
-        """Compute this one instead of the last that came."""
-        self._begun[-1] = query
+    def _next(self) -> Query:
+        if self._only is not None:
+            self._times += 1
+            if self._times > MOST_TIMES:
+                self.refuse(LEFT_OUT)
+            return self._only
+        try:
+            self._connection.send(("next", self.answered))
+            query: Query = self._connection.recv()
+        except (EOFError, ConnectionError):  # there is none any more
+            end_process()
+        return query
 
     @property
     def now(self) -> Query:
         """The first that is not answered yet."""
-        return self.query(self._line.answered)
+        return self.query(self.answered)
 
     def of_batch(self, batch: int) -> tuple[Query, int]:
         """The query to which a batch belongs, and its place there."""
@@ -605,7 +658,7 @@ class AskedQueries:
         query is not answered yet; otherwise the next epoch. None if no query has it to itself.
         """
         last = self._place_of(batch - 1)[0] if batch else -1
-        is_answered = last < self._line.answered
+        is_answered = last < self.answered
         query = self.query(self._place_of(batch)[0] if is_answered else last)
         return len(query.micro_batches) if query.is_epoch else None
 
@@ -616,3 +669,10 @@ class AskedQueries:
             first += len(self.query(number).micro_batches)
             number += 1
         return number, batch - first
+
+
+def end_process() -> NoReturn:
+    """End this process, which has nothing more to do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
-from ddp_equivalence.measurement.call_watch import Lines
 from ddp_equivalence.measurement.calls import lines_of
 from ddp_equivalence.observed_scripts.in_script.around import around
 from ddp_equivalence.observed_scripts.in_script.fetched import watch_loaders
@@ -32,20 +30,9 @@ if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
 
 
-# Replaces a few functions of torch in the process of an observed script, and tells a ``Watch``.
-#
 # What the script computes stays as it is. Frames of the replacements count as torch's own.
 
 _inside = threading.local()
-
-
-@dataclass(frozen=True)
-class Hooked:
-    """A communication hook with which ``ddp`` reduces. ``lines``: registered it."""
-
-    ddp: DistributedDataParallel
-    hook: Callable[..., Any]
-    lines: Lines
 
 
 def install(watch: Watch) -> None:
@@ -68,13 +55,8 @@ def _watch_wrappers(watch: Watch) -> None:
         watch.no_sync_at = lines_of(sys._getframe(1))
         return call(ddp)
 
-    def hooked(register: Any, ddp: Any, state: object, hook: Callable[..., Any]) -> Any:
-        watch.hooked.append(Hooked(ddp, hook, lines_of(sys._getframe(1))))
-        return register(ddp, state, hook)
-
     around(DistributedDataParallel, "__init__", wrapped)
     around(DistributedDataParallel, "no_sync", no_sync)
-    around(DistributedDataParallel, "register_comm_hook", hooked)
 
 
 def _watch_modules(watch: Watch) -> None:

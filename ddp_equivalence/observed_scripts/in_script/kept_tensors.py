@@ -8,7 +8,6 @@ import os
 import random
 import sys
 import tempfile
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -16,7 +15,6 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,19 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_equivalence.comparison.rounding import nudge_each
 from ddp_equivalence.measurement.calls import CodeLine, is_users
-from ddp_equivalence.observed_scripts.query import STATE
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.told import STATE
 
-LARGE = 1 << 20
-"""The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
-it, so that the copies of a large model do not have to fit into the memory beside it."""
-
-MOST_IN_MEMORY = min(1 << 30, psutil.virtual_memory().total // 64)
-"""So many bytes of a process's large copies lie in memory, which takes half the time, before files
-are used. Several processes share a machine."""
-
-_in_memory = 0
-"""The bytes of the large copies that are in memory now."""
+LARGE = 32 << 20
+"""The bytes from which on a copy lies in a file. The system takes its memory back when it needs it,
+so that the copies of a large model do not have to fit into the memory beside it. Writing to a file
+takes twice the time.
+"""
 
 
 def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
@@ -63,21 +55,10 @@ def put(value: Tensor | None, into: Tensor, nudge: int = 0) -> None:
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy of a dense tensor on the CPU; a large one may lie in a file without a name."""
+    """A copy of a dense tensor on the CPU; a large one lies in a file without a name."""
     size = tensor.numel() * tensor.element_size()
-    if size < LARGE:
-        return tensor.to("cpu", copy=True)
-    if _in_memory + size > MOST_IN_MEMORY and (copy := _in_a_file(tensor, size)) is not None:
-        return copy
-    copy = tensor.to("cpu", copy=True)
-    _count(size)
-    weakref.finalize(copy, _count, -size)
-    return copy
-
-
-def _count(size: int) -> None:
-    global _in_memory
-    _in_memory += size
+    copy = _in_a_file(tensor, size) if size >= LARGE else None
+    return tensor.to("cpu", copy=True) if copy is None else copy
 
 
 def _in_a_file(tensor: Tensor, size: int) -> Tensor | None:
@@ -143,14 +124,10 @@ def _parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | deque):
         parts = ((f"[{k}]", one) for k, one in enumerate(value))
     elif _is_of_users(type(value)):
-        parts = ((f".{k}", one) for k, one in _attributes(value))
+        attributes = getattr(value, "__dict__", {}).items()
+        parts = ((f".{k}", one) for k, one in attributes if k != "_modules")  # these are named
     for part, one in islice(parts, MOST_PARTS):
         yield from _with_parts(name + part, one, deep - 1)
-
-
-def _attributes(of: Any) -> Iterator[tuple[str, Any]]:
-    """Without the modules of a module, whose names are attributes too."""
-    return ((k, one) for k, one in getattr(of, "__dict__", {}).items() if k != "_modules")
 
 
 def _is_of_users(kind: type) -> bool:
@@ -188,20 +165,19 @@ def mark_of(result: Any) -> float:
     elements in another order; NaN if it returned no dense floats.
     """
     total, place = 0.0, 0
-    tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+    tensors = [
+        one
+        for one in pytree.tree_leaves(result)
+        if isinstance(one, Tensor) and one.is_floating_point() and one.numel()
+        if one.layout is torch.strided and not hasattr(one, "full_tensor")
+    ]
     with _disable_current_modes(), torch.no_grad():  # nobody logs or nudges this
-        for flat in (one.reshape(-1) for one in tensors if _is_plain(one)):
+        for flat in (one.reshape(-1) for one in tensors):
             taken = flat[:: len(flat) // MOST_ELEMENTS + 1].double()
             places = torch.arange(place, place + len(taken), device=taken.device).double()
             total += float(taken @ torch.cos(places * places.sqrt()))
             place += len(taken)
     return total if place else math.nan
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Dense, not sharded, and not empty."""
-    is_dense = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor")
-    return is_dense and tensor.is_floating_point() and tensor.numel() > 0
 
 
 # Names for the modules that a script calls and for their tensors, whatever they are wrapped in.
@@ -302,15 +278,15 @@ class ModuleNames:
                     yield f"{name}:{inner}", tensor
 
 
-def class_that_keeps(module: nn.Module, buffer: str) -> Place:
+def class_that_keeps(module: nn.Module, buffer: str) -> CodeLine | None:
     """The class of the user's that keeps a buffer: its file, and its name as the function.
     ``buffer``: its name inside ``module``, with dots.
     """
     try:
         kind = type(module.get_submodule(buffer.rpartition(".")[0]))
     except AttributeError:  # it is inside a wrapper, which has no part in the name
-        return Place()
-    return Place(real_file(_file_of(kind)), 0, kind.__name__) if _is_of_users(kind) else Place()
+        return None
+    return CodeLine(real_file(_file_of(kind)), 0, kind.__name__) if _is_of_users(kind) else None
 
 
 # Lines of code in the user's own files, also where a script runs in a copy made of links.

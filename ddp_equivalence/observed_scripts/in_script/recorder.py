@@ -20,6 +20,7 @@ from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook, L
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     FetchedBatches,
     digest,
+    end_process,
     generator_state,
 )
 from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
@@ -28,7 +29,6 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     whole,
 )
 from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, SetUpCalls, Watch
-from ddp_equivalence.observed_scripts.oracle import end_process
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     Step,
@@ -68,7 +68,7 @@ class Recorder(Watch):
     @property
     def keeps_tensors(self) -> bool:
         """False before the first step that is to be recorded: a warm-up may have many steps."""
-        return self._earlier_steps >= self._told.first_step
+        return self._earlier_steps >= self._told.options.from_step
 
     def ends_step(self, optimizer: Any) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
@@ -133,7 +133,7 @@ class Recorder(Watch):
         is behind may need what this one does next.
         """
         reads_once = not fetching and self._fetched.training
-        if self._written < self._told.steps * (MOST_TIMES_WANTED if reads_once else 1):
+        if self._written < self._told.options.steps * (MOST_TIMES_WANTED if reads_once else 1):
             return
         (self._folder / "done").touch()
         self._done_at = min(self._done_at, time.monotonic())
@@ -210,7 +210,7 @@ class Recorder(Watch):
     @property
     def _is_looked_at(self) -> bool:
         """The step in progress is to be looked at closely, which has not begun yet."""
-        is_now = self._earlier_steps == self._told.first_step and self._complete is None
+        is_now = self._earlier_steps == self._told.options.from_step and self._complete is None
         return is_now and self._closer_look is None and not self._has_looked
 
     def _log_from_here(self) -> None:
@@ -253,9 +253,9 @@ class Recorder(Watch):
             number=self._written,
             used=self._fetched.used,
             batches=[one.rows for one in fetched],
-            loaders=self._fetched.loaders,
+            loaders=tuple(self._fetched.loaders),
             generators=self.now.generators | of_batches,
-            earlier=self._earlier_lines.places(optimizer, loader, self.names),
+            **self._earlier_lines.known(optimizer, loader, self.names),
             epoch=self.loaders.epoch_of(loader),
             planted=None if self.planted is None else self.planted.fired,
         )

@@ -8,11 +8,11 @@ import random
 import signal
 import socket
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,14 +37,6 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors, put, whole
 from ddp_equivalence.observed_scripts.in_script.watch import Watch, place_of_caller
-from ddp_equivalence.observed_scripts.oracle import QuestionLine
-from ddp_equivalence.observed_scripts.query import (
-    Answer,
-    Piece,
-    Query,
-    RowOrder,
-    path_of_kept,
-)
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     Step,
@@ -52,12 +44,18 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     path_of_step,
     rank_folder,
     read_step,
+    text_of_line,
 )
 from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
-from ddp_equivalence.observed_scripts.told import Told
+from ddp_equivalence.observed_scripts.told import (
+    Answer,
+    Piece,
+    Query,
+    RowOrder,
+    Told,
+    path_of_kept,
+)
 
-# Lets the script compute, in one process, the gradient of whatever rows it is asked for.
-#
 # Before the script calls a module for the first time in a step, the module gets the weights and
 # buffers that were recorded. Where the script reads a batch, it is given the rows of a ``Query``.
 
@@ -68,8 +66,7 @@ class Replayer(Watch):
     def __init__(self, told: Told) -> None:
         super().__init__()
         self._told, self.float64 = told, told.float64
-        self._line = QuestionLine(told.socket)
-        self._asked = AskedQueries(self._line)
+        self._asked = AskedQueries(told.socket)
         self._fed_loaders = FedLoaders(told, self.loaders, self._asked)
         self._answers: list[str] = []
         self._complete, self._generators = False, RankGenerators()
@@ -104,8 +101,8 @@ class Replayer(Watch):
             self._nudged_inside = None
         self._end_log()
         # The script may be started several times, and be asked the same more than once.
-        name = f"{query.number}-{os.getpid()}-{self._line.answered}-{number}.pt"
-        at = self._line.folder / name
+        name = f"{query.number}-{os.getpid()}-{self._asked.answered}-{number}.pt"
+        at = self._asked.folder / name
         folder = rank_folder(self._told.folder, 0)
         if path_of_step(folder, number + 1).exists():
             self._after_step = self._step(0, number + 1), set(record.held)
@@ -117,7 +114,7 @@ class Replayer(Watch):
             steps, drawn = tuple(self._answers), self._generators
             answer = Answer(query.number, steps, drawn.missed, self._logged, tuple(drawn.alike))
             drawn.missed, drawn.alike = {}, {}
-            self._line.answer(answer)
+            self._asked.answer(answer)
             self._answers, self._logged = [], None
 
     def goes_on(self) -> None:
@@ -160,8 +157,8 @@ class Replayer(Watch):
     def _keep(self, query: Query) -> None:
         """Keep a process where a step begins. In a fork of it, another query takes its place."""
         is_first = not self._answers and not self._fed_loaders.is_of_other_phase
-        if query.keep and is_first and (asked := keep(query, self._line)) is not None:
-            self._asked.replace_last(asked)
+        if query.keep and is_first:
+            keep(query, self._asked)
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
@@ -245,7 +242,7 @@ class Replayer(Watch):
             rows = joined(parts)
             return put_into(rows.changed(in_float64) if self.float64 else rows, native, top)
         except ValueError as error:
-            self._line.refuse(str(error))
+            self._asked.refuse(str(error))
 
     def before_clip(self) -> None:
         """What happens to gradients from here on is not logged."""
@@ -308,29 +305,31 @@ MOST_KEPT = 16
 """Of more steps, only so many keep a process: each takes memory as the script goes on."""
 
 
-def keep(query: Query, line: QuestionLine) -> Query | None:
-    """Keep this process as it is before it computes a query. In each fork of it that computes
-    something: what it is asked instead; None in the process that goes on.
+def keep(query: Query, asked: AskedQueries) -> None:
+    """Keep this process as it is before it computes a query. A fork of it that computes something
+    else returns from here, too.
     """
-    path = path_of_kept(line.folder, query.steps)
-    is_enough = len(list(line.folder.glob("kept*"))) >= MOST_KEPT
-    if is_enough or path.exists() or not _can_be_forked():
-        return None
+    path = path_of_kept(asked.folder, query.steps)
+    is_enough = len(list(asked.folder.glob("kept*"))) >= MOST_KEPT
+    # A GPU, and processes that load data, answer one process only.
+    cannot_be_forked = torch.cuda.is_initialized() or multiprocessing.active_children()
+    if is_enough or path.exists() or cannot_be_forked:
+        return
     state, goes_on = random.getstate(), os.getpid()  # Python seeds each fork anew
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
     if os.fork():
         listener.close()
-        return None
-    line.close()
+        return
+    asked.close()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that compute
     listener.settimeout(1.0)
     while True:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            if os.getppid() != goes_on and not any(line.folder.glob(f"{query.number}-*")):
+            if os.getppid() != goes_on and not any(asked.folder.glob(f"{query.number}-*")):
                 os._exit(1)  # the script has failed, and its launcher waits for all forks of it
             continue
         if not os.fork():
@@ -339,13 +338,9 @@ def keep(query: Query, line: QuestionLine) -> Query | None:
             random.setstate(state)
             torch.set_num_threads(1)  # a fork has no others, and would wait for them for ever
             _renew_groups()
-            return line.asked_only_over(Connection(connection.detach()))
+            asked.asked_only_over(Connection(connection.detach()))
+            return
         connection.close()
-
-
-def _can_be_forked() -> bool:
-    """Not if it uses a GPU, or has processes that load data: these answer one process only."""
-    return not torch.cuda.is_initialized() and not multiprocessing.active_children()
 
 
 def _renew_groups() -> None:
@@ -364,25 +359,42 @@ def _renew_groups() -> None:
 # each part is drawn by a generator in the state that its rank's was in.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """``state``: of a rank's generators; None if it is not known. ``count``: the rows of that rank.
     ``rows``: which of them are in this process's batch; None for all. ``rank``: its number.
+    ``moved``: by the kind of device, the state in which what was drawn has left its generator.
     """
 
     state: Tensor | None
     count: int
     rows: tuple[int, ...] | None
     rank: int = 0
+    moved: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def taken(self) -> int:
         """The number of its rows in this process's batch."""
         return self.count if self.rows is None else len(self.rows)
 
+    def now(self, device: torch.device) -> Tensor | None:
+        """The state of its generator. A device without a number is the current one."""
+        if device.type in self.moved or self.state is None:
+            return self.moved.get(device.type)
+        return state_for(device, self.state)
 
-def _copied(result: Any) -> Any:
-    return pytree.tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, result)
+    def draws(self, device: torch.device, draw: Callable[[], Any]) -> Any:
+        """What ``draw`` returns if torch draws on this device what this source draws next."""
+        generator, state = default_generator(device), self.now(device)
+        assert generator is not None
+        assert state is not None
+        kept = generator.get_state()
+        generator.set_state(state)
+        try:
+            return draw()
+        finally:
+            self.moved[device.type] = generator.get_state()
+            generator.set_state(kept)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -394,13 +406,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 States = list[dict[str, Tensor]]
-"""For each source, the state of its generator by the kind of device."""
+"""For each source, what it has ``moved``."""
 
 
 class RankGenerators(TorchDispatchMode):
     """``missed``: how often each operation, which draws no rows, drew what not every rank drew.
 
-    ``counts``: whether that is counted now.
+    ``counts``: whether that is counted now. ``alike``: the lines at which all ranks drew the same
+    numbers for their rows.
     """
 
     def __init__(self) -> None:
@@ -409,7 +422,6 @@ class RankGenerators(TorchDispatchMode):
         self.alike: dict[str, None] = {}
         self.counts = True
         self._sources: list[Source] = []
-        self._states: States = []
         self._made: dict[int, None] = {}  # so many rows the script made on each rank by itself
         self._on = False
         self._row_order: RowOrder = "by row"
@@ -418,16 +430,14 @@ class RankGenerators(TorchDispatchMode):
         """Draw from these from now on. ``draws``: the script draws random numbers at all.
         ``row_order``: that of what is drawn.
         """
-        self._sources, self._states = [], []
-        self._row_order = row_order
-        if not draws or any(source.state is None for source in sources):
+        self._sources, self._row_order = [], row_order
+        states = [source.state for source in sources if source.state is not None]
+        if not draws or len(states) < len(sources):
             return
         if len(sources) == 1 and sources[0].rows is None:
-            state = sources[0].state
-            assert state is not None
-            set_generator_state(state)
+            set_generator_state(states[0])
             return
-        self._sources, self._states = list(sources), [{} for _ in sources]
+        self._sources = list(sources)
         self.begin()
 
     def begin(self) -> None:
@@ -443,12 +453,13 @@ class RankGenerators(TorchDispatchMode):
 
     def states(self) -> States:
         """Those of the sources now."""
-        return [dict(one) for one in self._states]
+        return [dict(one.moved) for one in self._sources]
 
     def restore(self, states: States) -> None:
         """Go back to states of the same sources."""
-        if len(states) == len(self._states):
-            self._states = [dict(one) for one in states]
+        if len(states) == len(self._sources):
+            for one, moved in zip(self._sources, states, strict=True):
+                one.moved = dict(moved)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -461,49 +472,55 @@ class RankGenerators(TorchDispatchMode):
 
     def forget(self) -> None:
         """Draw as usual from now on, where a step begins."""
-        self._sources, self._states, self._made = [], [], {}
+        self._sources, self._made = [], {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         named = dict(kwargs or {})
-        if not self._sources or torch.Tag.nondeterministic_seeded not in func.tags:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and func not in DRAW_NOTHING
+        if not self._sources or not is_random or not drops_something(func, args, named):
             return func(*args, **named)
-        if func in DRAW_NOTHING or "out" in named or named.get("generator") is not None:
+        if "out" in named or named.get("generator") is not None:
             return func(*args, **named)
-        if not drops_something(func, args, named):
+        device = device_of(args, named)
+        is_known = all(one.now(device) is not None for one in self._sources)
+        writes = func._schema.is_mutable and func not in IN_PLACE
+        if writes or not is_known or default_generator(device) is None:
+            self._note_missed(func)  # it is not known what it writes to, or from what it draws
             return func(*args, **named)
-        drawn, read = self._drawn(func, args, named), self._sources
-        for count in () if drawn is not None else self._made:
-            self._sources = [replace(source, count=count, rows=None) for source in read]
-            drawn = self._drawn(func, args, named)
-            self._sources = read
-            if drawn is not None:
-                break
-        return self._drawn_by_each(func, args, named) if drawn is None else drawn
+        size: Sequence[int] = ()
+        if func in IN_PLACE | MADE | LIKE:
+            size = args[-1] if func in MADE else first_tensor(args).shape
+        read = self._sources
+        made = ([replace(one, count=rows, rows=None) for one in read] for rows in self._made)
+        for sources in (read, *made):
+            rows = sum(one.taken for one in sources)
+            where = RowsInTensor.of(size, rows, self._row_order)
+            if where is not None and not (where.dim and func in OF_DIM_0):
+                self._note_alike(device)
+                return _rows_drawn(sources, where, device, func, args, named)
+        return self._drawn_by_each(device, func, args, named)
 
-    def _drawn_by_each(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _drawn_by_each(
+        self, device: torch.device, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
         """What the first rank drew, where no rows are drawn: right if every rank drew the same.
         A new tensor for the rows of one rank becomes one for those of all.
 
         The generators of all ranks move on.
         """
-        device = device_of(args, named)
-        if (func._schema.is_mutable and func not in IN_PLACE) or not self._is_known(device):
-            self._note_missed(func)  # it is not known what it writes to, or from what it draws
-            return func(*args, **named)
-        results = []
-        for number in range(len(self._sources)):
-            with self._drawing_as(number, device):
-                results.append(_copied(func(*args, **named)))
+
+        def draw() -> Any:
+            drawn = func(*args, **named)
+            return pytree.tree_map_only(Tensor, Tensor.clone, drawn)  # it may be written to again
+
+        results = [one.draws(device, draw) for one in self._sources]
         if not all(_equal(results[0], one) for one in results):
             if func in MADE and (rows := self._rows_that_were_made(results)) is not None:
                 return rows
             self._note_missed(func)
-        if func._schema.is_mutable:
-            args[0].copy_(results[0])
-            return args[0]
-        return results[0]
+        return args[0].copy_(results[0]) if func in IN_PLACE else results[0]
 
     def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
         """Those of all ranks, if the script makes as many rows on each rank as it reads there, or a
@@ -525,84 +542,54 @@ class RankGenerators(TorchDispatchMode):
         if self.counts:
             self.missed[str(func)] = self.missed.get(str(func), 0) + 1
 
-    def _is_known(self, device: torch.device) -> bool:
-        """The state of every rank's generator of this device is."""
-        return default_generator(device) is not None and all(
-            source.state is not None and state_for(device, source.state) is not None
-            for source in self._sources
-        )
-
-    @contextmanager
-    def _drawing_as(self, number: int, device: torch.device) -> Iterator[None]:
-        """Inside the block, torch draws on this device what one source draws next."""
-        generator = default_generator(device)
-        assert generator is not None
-        kept = generator.get_state()
-        generator.set_state(self._state(number, device))
-        try:
-            yield
-        finally:
-            self._states[number][device.type] = generator.get_state()
-            generator.set_state(kept)
-
-    def _state(self, number: int, device: torch.device) -> Tensor:
-        """That of one source now. A device without a number is the current one."""
-        states, state = self._states[number], self._sources[number].state
-        if device.type not in states:
-            of_device = None if state is None else state_for(device, state)
-            assert of_device is not None
-            states[device.type] = of_device
-        return states[device.type]
-
     def _note_alike(self, device: torch.device) -> None:
         """Remember the line, if all ranks draw the same numbers for their rows there."""
-        first, *others = (self._state(number, device) for number in range(len(self._sources)))
-        are_alike = all(torch.equal(first, other) for other in others)
-        if are_alike and len({one.rank for one in self._sources}) > 1:
-            self.alike[str(place_of_caller())] = None
+        states = [one.now(device) for one in self._sources]
+        if len({one.rank for one in self._sources}) > 1 and all(
+            _equal(states[0], x) for x in states
+        ):
+            self.alike[text_of_line(place_of_caller())] = None
 
-    def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """The result of an operation that draws rows; None if it does not."""
-        device = device_of(args, named)
-        if func not in IN_PLACE | MADE | LIKE or not self._is_known(device):
-            return None
-        size = args[-1] if func in MADE else first_tensor(args).shape
-        rows = sum(source.taken for source in self._sources)
-        where = RowsInTensor.of(size, rows, self._row_order)
-        if where is None or (where.dim and func in OF_DIM_0):
-            return None
-        self._note_alike(device)
-        results = []
-        for number, source in enumerate(self._sources):
-            if func in MADE:
-                given = (*args[:-1], where.shape(size, source.count))
-            else:
-                given = tuple(self._all_rows(one, where, len(size), number) for one in args)
-            with self._drawing_as(number, device):
-                results.append(func(*given, **named))
-        if isinstance(results[0], tuple):  # a dropout returns its mask too
-            return tuple(self._joined(parts, where) for parts in zip(*results, strict=True))
-        joined = self._joined(results, where)
-        return args[0].copy_(joined) if func in IN_PLACE else joined
 
-    def _all_rows(self, argument: Any, where: RowsInTensor, ndim: int, number: int) -> Any:
+def _rows_drawn(
+    sources: Sequence[Source],
+    where: RowsInTensor,
+    device: torch.device,
+    func: Any,
+    args: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> Any:
+    """The result of an operation that draws the rows of these sources."""
+    counts = [one.taken for one in sources]
+    ndim = len(args[-1]) if func in MADE else first_tensor(args).ndim
+
+    def given(argument: Any, number: int, source: Source) -> Any:
         """An argument with all rows of one source in the place of those of every source."""
-        counts = [source.taken for source in self._sources]
         if not isinstance(argument, Tensor) or argument.ndim != ndim:
             return argument
         if argument.shape[where.dim] != where.each * sum(counts):
             return argument
-        rows, source = where.split(argument, counts)[number], self._sources[number]
+        rows = where.split(argument, counts)[number]
         if source.rows is not None:
             return where.with_rows(rows, source.count, source.rows)
         return where.empty(argument, source.count).copy_(rows)
 
-    def _joined(self, drawn: Sequence[Tensor], where: RowsInTensor) -> Tensor:
-        """One tensor of what was drawn for each source, of which some rows may not be taken."""
-        pairs = zip(drawn, self._sources, strict=True)
+    def joined(drawn: Sequence[Tensor]) -> Tensor:
+        pairs = zip(drawn, sources, strict=True)
         return where.joined(
             [one if of.rows is None else where.rows_of(one, of.rows) for one, of in pairs]
         )
+
+    results = []
+    for number, source in enumerate(sources):
+        if func in MADE:
+            arguments = (*args[:-1], where.shape(args[-1], source.count))
+        else:
+            arguments = tuple(given(one, number, source) for one in args)
+        results.append(source.draws(device, partial(func, *arguments, **named)))
+    if isinstance(results[0], tuple):  # a dropout returns its mask too
+        return tuple(map(joined, zip(*results, strict=True)))
+    return args[0].copy_(joined(results)) if func in IN_PLACE else joined(results)
 
 
 # Lets what a script does to the state of torch's generator hold for those of the ranks too.

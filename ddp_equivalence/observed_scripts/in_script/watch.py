@@ -22,7 +22,7 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.call_watch import Lines, TorchCalls
-from ddp_equivalence.measurement.calls import Call, Kind, lines_of
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, lines_of
 from ddp_equivalence.measurement.lines import code_of, merged_handlers, without_failing
 from ddp_equivalence.observed_scripts.in_script.around import after
 from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import is_batch_norm
@@ -33,7 +33,6 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
     generator_state,
 )
 from ddp_equivalence.observed_scripts.in_script.hooks import (
-    Hooked,
     batch_in_float64,
     let_torch_draw,
     to_float64,
@@ -49,9 +48,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     whole,
 )
 from ddp_equivalence.observed_scripts.recorded_step import (
-    EarlierPlaces,
     Event,
-    Place,
     SeenCall,
     SeenClip,
     Step,
@@ -66,8 +63,7 @@ class Watch:
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
     still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
     were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
-    of one. ``hooked``: the communication hooks of wrappers. ``planted``: the fault that is planted
-    here. ``loaders``: those of this process.
+    of one. ``planted``: the fault that is planted here. ``loaders``: those of this process.
     """
 
     float64 = False
@@ -80,7 +76,6 @@ class Watch:
         self.planted: PlantedFault | None = None
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
-        self.hooked: list[Hooked] = []
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
         self.loaders = Loaders()
@@ -307,7 +302,8 @@ class Watch:
 # first call of its model on.
 
 RECORDED = {
-    *(Kind.NEW_GROUP, Kind.SEED, Kind.SAMPLER, Kind.LOADER, Kind.TENSOR_HOOK, Kind.IGNORE),
+    *(Kind.NEW_GROUP, Kind.SEED, Kind.SAMPLER, Kind.LOADER, Kind.HOOK, Kind.TENSOR_HOOK),
+    Kind.IGNORE,
 }
 
 MOST = 500
@@ -370,74 +366,56 @@ def _with_names(call: Call, names: Mapping[int, str]) -> Call | None:
     return None if call.names and not found else replace(call, names=found)
 
 
-# Remembers which lines made the optimizer and the loader, loaded weights and cleared gradients.
+# Remembers which lines made the optimizer and the loader and stepped a scheduler.
 
 
 class EarlierLines:
-    """Watches from the beginning. ``cleared``: the line that called zero_grad last before the last
-    ``step_ends``.
-    """
+    """Watches from the beginning."""
 
     def __init__(self) -> None:
-        self.cleared = self._cleared = Place()
-        self._made, self._loaded = PlacesOfObjects(), PlacesOfObjects()
-        self._scheduled, self._of_state = PlacesOfObjects(), PlacesOfObjects()
+        self._lines: dict[tuple[str, int], tuple[weakref.ref[Any], CodeLine | None]] = {}
         self._steps_with: dict[str, str] = {}
-        after(Optimizer, "__init__", self._note_made)
-        after(DataLoader, "__init__", self._note_made)
-        after(nn.Module, "load_state_dict", self._note_loaded)
-        after(Optimizer, "load_state_dict", lambda one: self._of_state.note(one, place_of_caller()))
+        for made in (Optimizer, DataLoader):
+            after(made, "__init__", lambda one: self._note("made", one, place_of_caller(one)))
         for kind in vars(lr_scheduler).values():
             if "step" in getattr(kind, "__dict__", {}):
-                after(kind, "step", self._note_scheduled)
-        after(Optimizer, "zero_grad", self._note_cleared)
-        after(nn.Module, "zero_grad", self._note_cleared)
+                after(
+                    kind,
+                    "step",
+                    lambda of: self._note("scheduled", of.optimizer, place_of_caller()),
+                )
 
     def step_ends(self) -> None:
-        """The first optimizer of a step is about to step: what was cleared before belongs to it."""
-        self.cleared, self._cleared, self._steps_with = self._cleared, Place(), {}
+        """The first optimizer of a step is about to step."""
+        self._steps_with = {}
 
-    def places(self, optimizer: Any, loader: Any, names: ModuleNames) -> EarlierPlaces:
-        """What is known when this optimizer steps. ``loader``: None if the step read from none."""
+    def known(self, optimizer: Any, loader: Any, names: ModuleNames) -> dict[str, Any]:
+        """Fields of the step that ends when this optimizer steps. ``loader``: None if it read from
+        none.
+        """
         self._steps_with |= dict(_steps_with(optimizer, names))
-        return EarlierPlaces(
-            optimizer=self._made.of(optimizer),
-            loader=self._made.of(loader),
-            cleared=self.cleared,
-            loaded={
-                name: place
-                for name, module in names.modules.items()
-                if (place := self._loaded_at(module)).file
-            },
-            buffers={
+        return {
+            "optimizer_made": self._line("made", optimizer),
+            "loader_made": self._line("made", loader),
+            "buffers_kept": {
                 f"{name}:{buffer}": class_that_keeps(module, buffer)
                 for name, module in names.modules.items()
                 for buffer, tensor in named_tensors(module)
                 if not isinstance(tensor, nn.Parameter)
             },
-            scheduled=self._scheduled.of(optimizer),
-            state_loaded=self._of_state.of(optimizer),
-            steps_with=self._steps_with,
-        )
+            "scheduled": self._line("scheduled", optimizer),
+            "steps_with": self._steps_with,
+        }
 
-    def _note_made(self, made: Any) -> None:
-        self._made.note(made, place_of_caller(made))
+    def _note(self, what: str, one: Any, line: CodeLine | None) -> None:
+        """Remember which line did this with an object, as long as the object lives. A user's class
+        may have made it unhashable.
+        """
+        self._lines[what, id(one)] = weakref.ref(one), line
 
-    def _note_loaded(self, module: nn.Module) -> None:
-        place = place_of_caller()
-        for one in module.modules():  # the module may be a wrapper around the model
-            self._loaded.note(one, place)
-
-    def _loaded_at(self, module: nn.Module) -> Place:
-        """The line that loaded the weights of this module, or else of a part of it."""
-        places = map(self._loaded.of, module.modules())
-        return next((place for place in places if place.file), Place())
-
-    def _note_scheduled(self, scheduler: Any) -> None:
-        self._scheduled.note(scheduler.optimizer, place_of_caller())
-
-    def _note_cleared(self, owner: Any) -> None:
-        self._cleared = place_of_caller()
+    def _line(self, what: str, one: Any) -> CodeLine | None:
+        known, line = self._lines.get((what, id(one)), (None, None))
+        return line if known is not None and known() is one else None
 
 
 def _steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
@@ -459,47 +437,24 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-# Remembers which line did something with an object, for as long as the object lives.
-
-
-class PlacesOfObjects:
-    """Remembers a line for each of some objects, which a user's class may have made unhashable."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, tuple[weakref.ref[Any], Place]] = {}
-
-    def note(self, one: Any, place: Place) -> None:
-        """Remember this line from now on."""
-        self._places[id(one)] = weakref.ref(one), place
-
-    def of(self, one: Any) -> Place:
-        """The line of this object; an empty place if none is known."""
-        known, place = self._places.get(id(one), (None, Place()))
-        return place if known is not None and known() is one else Place()
-
-
 # Which line of the user's code has called a function of torch that is watched.
 
 
-def place_of_caller(made: object = None) -> Place:
+def place_of_caller(made: object = None) -> CodeLine | None:
     """The innermost line of the user's own code that is running. ``made``: an object that is being
     made; the lines of its own ``__init__`` do not count.
     """
     frame: FrameType | None = sys._getframe(1)
     outer = frame if made is not None else None
     while outer is not None:
-        if outer.f_code.co_name == "__init__" and _first_argument(outer) is made:
+        code = outer.f_code
+        its_self = [outer.f_locals.get(name) for name in code.co_varnames[:1]]
+        if code.co_name == "__init__" and any(one is made for one in its_self):
             frame = outer.f_back
         outer = outer.f_back
     innermost, users = lines_of(frame)
     line = users or innermost
-    return Place() if line is None else Place(real_file(line.file), line.number, line.function)
-
-
-def _first_argument(frame: FrameType) -> object:
-    """The ``self`` of a method that runs."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_locals.get(names[0]) if names else None
+    return line and replace(line, file=real_file(line.file))
 
 
 # Which loss scale gradients still have.

@@ -22,6 +22,11 @@ def observed(script: str, *words: str, **options: object) -> Observed:
         return observe(command, folder=SCRIPTS, **options)  # type: ignore[arg-type]
 
 
+def outcomes(found: Observed) -> list[str]:
+    """Of every step."""
+    return [verdict.outcome for verdict in found.verdicts]
+
+
 def source_of_fault(found: Observed) -> str:
     """The line that the report marks."""
     line = line_to_look_at(found.verdict)

@@ -8,14 +8,14 @@ import pytest
 
 from ddp_equivalence import NotEquivalent, NothingCompared
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.recording import Ending, RankPlace, ScriptFailed
 from ddp_equivalence.observed_scripts.report import as_json
 from tests.package.observed_scripts.observing import observed, source_of_fault
 
 SCRIPT = "ends_early.py"
-IN_A, IN_B = (RankPlace(Place("train.py", n, "train"), "all_reduce") for n in (1, 2))
-ELSEWHERE, GONE = RankPlace(Place("train.py", 3, "train")), RankPlace(None)
+IN_A, IN_B = (RankPlace(CodeLine("train.py", n, "train"), "all_reduce") for n in (1, 2))
+ELSEWHERE, GONE = RankPlace(CodeLine("train.py", 3, "train")), RankPlace(has_ended=True)
 
 
 def test_a_hang_of_ranks_that_wait_for_each_other_is_a_fault_and_says_where_they_wait() -> None:
@@ -61,7 +61,7 @@ def test_a_rank_that_does_something_else_at_the_deadline_may_come_yet() -> None:
 
 
 def test_a_hang_before_the_first_step_says_where_the_ranks_wait() -> None:
-    where = r"within 8 s; rank 0 waits in [a-zA-Z' ]+ at ends_early.py:\d+\. It printed"
+    where = r"asked for; rank 0 waits in [a-zA-Z' ]+ at ends_early.py:\d+\. It printed"
     with pytest.raises(ScriptFailed, match=where):
         observed(SCRIPT, "hangs_at_once", steps=5, deadline=8, precision="own")
 

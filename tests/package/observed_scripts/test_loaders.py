@@ -1,4 +1,4 @@
-"""The DataLoaders of a process, their numbers and the lengths of their epochs."""
+"""The DataLoaders of a process: which batches were trained with, and how long epochs are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,100 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_equivalence.observed_scripts.in_script.fetched import FedLoaders, Loaders
+from ddp_equivalence.observed_scripts.in_script.fetched import (
+    MOST_AHEAD,
+    FedLoaders,
+    FetchedBatches,
+    Loaders,
+)
 from ddp_equivalence.observed_scripts.recorded_step import Epoch
+from ddp_equivalence.observed_scripts.rows import rows_of
+
+TRAINING, OTHER = 0, 1
+
+
+def batch(number: int) -> Tensor:
+    """The batch with this number."""
+    return torch.full((2, 3), float(number))
+
+
+def fetch(fetched: FetchedBatches, loader: int, number: int, given: bool = True) -> Tensor:
+    """The loader reads a batch, and the script gets it."""
+    fetched.reads_on(loader)
+    fetched.add(loader, rows_of(batch(number)))
+    if given:
+        fetched.give(loader)
+    return batch(number)
+
+
+def test_a_batch_is_of_the_step_in_which_a_module_is_trained_with_it() -> None:
+    fetched = FetchedBatches()
+    first = fetch(fetched, TRAINING, 1)
+    fetch(fetched, TRAINING, 2)  # read ahead
+    fetched.trained_with(first)
+    fetched.step_ends()
+    assert fetched.used == ((0, 0),)
+    fetched.step_begins()
+    fetched.trained_with(batch(2))
+    fetched.step_ends()
+    assert fetched.used == ((0, 1),)
+
+
+def test_a_batch_that_the_script_has_not_got_yet_is_of_no_step() -> None:
+    """A loader of accelerate is a batch ahead, and another one may give a batch twice."""
+    fetched = FetchedBatches()
+    fetch(fetched, TRAINING, 1, given=False)
+    fetch(fetched, TRAINING, 2, given=False)
+    fetched.give(TRAINING)
+    fetched.trained_with(batch(1) + 0.5)  # not recognised: it is of the step that follows
+    fetched.step_ends()
+    assert fetched.used == ((0, 0),)
+    assert fetched.batches_of_step()[0].generator is not None
+    for _ in range(2):
+        fetched.give(TRAINING)
+    fetched.trained_with(batch(2))
+    assert fetched.of_step == [(TRAINING, 0), (TRAINING, 1)]
+
+
+def test_an_evaluation_changes_nothing_even_on_the_same_rows() -> None:
+    fetched = FetchedBatches()
+    for number in (1, 2):
+        fetched.evaluated_with(fetch(fetched, OTHER, number))
+    fetched.reads_on(OTHER)  # there are no more
+    read_before = fetch(fetched, TRAINING, 1)
+    fetched.evaluated_with(read_before)  # such as by a teacher
+    fetched.evaluated_with(fetch(fetched, OTHER, 1))
+    fetched.trained_with(read_before)
+    fetched.step_ends()
+    assert (fetched.training, fetched.used, fetched.loaders) == ({TRAINING}, ((0, 0),), [TRAINING])
+    assert len(fetched.batches_of_step()) == 1
+
+
+def test_loaders_are_numbered_in_the_order_of_training() -> None:
+    fetched = FetchedBatches()
+    late, early = fetch(fetched, 4, 1), fetch(fetched, 7, 2)
+    fetched.trained_with(early)
+    fetched.trained_with(late)
+    fetched.step_ends()
+    assert (fetched.used, fetched.loaders) == (((0, 0), (1, 0)), [7, 4])
+
+
+def test_batches_that_are_never_trained_with_are_forgotten() -> None:
+    fetched = FetchedBatches()
+    for number in range(MOST_AHEAD + 3):
+        fetch(fetched, OTHER, number)
+    fetched.trained_with(batch(1))  # too late: it is not kept any more
+    assert fetched.used == ()
+    fetched.trained_with(batch(MOST_AHEAD))
+    assert fetched.batches_of_step()
+
+
+# --- the length of an epoch
 
 
 class Stream(IterableDataset[int]):
@@ -26,49 +116,36 @@ class LengthIsSecret:
         raise RuntimeError("begin an epoch first")
 
 
-def test_the_length_of_an_epoch_is_asked_of_the_loader() -> None:
-    rows = list(range(10))
-    assert Loaders().epoch_of(DataLoader(rows, batch_size=4)) == Epoch(3, 2)  # type: ignore[arg-type]
-    assert Loaders().epoch_of(DataLoader(rows, batch_size=5)) == Epoch(2)  # type: ignore[arg-type]
-    assert Loaders().epoch_of(DataLoader(rows, batch_size=4, drop_last=True)) == Epoch(2)  # type: ignore[arg-type]
-
-
-def test_a_loader_that_does_not_know_its_length_makes_no_script_fail() -> None:
+@pytest.mark.parametrize(
+    ("options", "epoch"),
+    [
+        ({"dataset": list(range(10)), "batch_size": 4}, Epoch(3, 2)),
+        ({"dataset": list(range(10)), "batch_size": 5}, Epoch(2)),
+        ({"dataset": list(range(10)), "batch_size": 4, "drop_last": True}, Epoch(2)),
+        ({"dataset": Stream(), "batch_size": 4}, Epoch()),
+        ({"dataset": [1, 2], "batch_sampler": LengthIsSecret()}, Epoch()),
+    ],
+)
+def test_the_length_of_an_epoch_is_asked_of_the_loader(
+    options: dict[str, Any], epoch: Epoch
+) -> None:
+    assert Loaders().epoch_of(DataLoader(**options)) == epoch
     assert Loaders().epoch_of(None) == Epoch()
-    assert Loaders().epoch_of(DataLoader(Stream(), batch_size=4)) == Epoch()
-    secret: Any = LengthIsSecret()
-    assert Loaders().epoch_of(DataLoader([1, 2], batch_sampler=secret)) == Epoch()  # type: ignore[arg-type]
 
 
-def loader() -> DataLoader[int]:
-    return DataLoader(list(range(6)), batch_size=2)  # type: ignore[arg-type]
-
-
-def test_a_loader_has_the_number_of_its_first_iteration() -> None:
+def test_a_loader_is_known_by_its_first_iteration_or_by_how_many_were_made_before_it() -> None:
     loaders = Loaders()
-    first, second = loader(), loader()
-    assert (loaders.begins(second), loaders.begins(first), loaders.begins(second)) == (0, 1, 0)
-    assert loaders.begun == [second, first]
-    assert (loaders.number_of(first), loaders.number_of(loader())) == (1, None)
-
-
-def test_a_loader_is_known_by_how_many_were_made_before_it() -> None:
-    loaders = Loaders()
-    kept, other = loader(), loader()
-    for one in (loader(), kept):  # nobody keeps the first one
+    rows: Any = range(6)
+    lost, kept, other = (DataLoader[int](rows) for _ in range(3))
+    for one in (lost, kept):
         loaders.note_made(one)
-    assert loaders.made_as(kept) == 1
-    assert loaders.made_as(other) is None
-    assert loaders.epoch_of(kept) == Epoch(3, 0, made=1)
-
-
-def test_a_loader_around_another_one_has_its_number() -> None:
-    """As those that accelerate makes."""
-    loaders, inside = Loaders(), loader()
-    loaders.note_made(inside)
-    loaders.begins(inside)
-    around = SimpleNamespace(base_dataloader=inside)
-    assert (loaders.number_of(around), loaders.made_as(around)) == (0, 0)
+    assert (loaders.made_as(kept), loaders.made_as(other)) == (1, None)
+    assert loaders.epoch_of(kept) == Epoch(6, 0, made=1)
+    assert [loaders.begins(one) for one in (other, kept, other)] == [0, 1, 0]
+    assert loaders.begun == [other, kept]
+    around = SimpleNamespace(base_dataloader=kept)  # as accelerate makes it
+    assert (loaders.number_of(around), loaders.made_as(around)) == (1, 1)
+    assert loaders.number_of(lost) is None
 
 
 def test_a_loader_that_was_not_seen_keeps_its_length() -> None:
@@ -76,4 +153,4 @@ def test_a_loader_that_was_not_seen_keeps_its_length() -> None:
     told: Any = SimpleNamespace(feed="loader")
     fed = FedLoaders(told, Loaders(), asked=None)  # type: ignore[arg-type]
     vars(fed).update(in_order=(0,), _epoch=Epoch(batches=3, made=None))
-    assert fed.length_of(loader(), 7) == 7
+    assert fed.length_of(DataLoader([0, 1]), 7) == 7  # type: ignore[arg-type]

@@ -8,104 +8,25 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddp_equivalence import NotEquivalent, NothingCompared, observe
+from ddp_equivalence import NothingCompared, observe
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.observed_scripts.as_case import MARKED
+from ddp_equivalence.observed_scripts.oracle import SECONDS_OF_KEPT
 from ddp_equivalence.report.render import line_to_look_at
-from tests.package.observed_scripts.observing import SCRIPTS, observed, source_of_fault
-
-LIMIT = 1e-13
-"""The scripts compute in float64, so that right ones agree to a few eps."""
-
-
-@pytest.mark.parametrize(
-    ("script", "steps"),
-    [
-        pytest.param("classifier.py", 3, id="sampler, loader, dropout"),
-        pytest.param("language_model.py", 3, id="no loader, micro-batches divided among ranks"),
-        pytest.param("adversarial.py", 4, id="two optimizers in turn, noise"),
-        pytest.param("loss_scale.py", 3, id="loss scale, loader read ahead"),
-        pytest.param("detector.py", 3, id="lists of images and boxes"),
-        pytest.param("tagger.py", 3, id="rows sorted by length; a loss annealed by the step"),
-    ],
-)
-def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> None:
-    found = observed(script)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * steps
-    errors = [verdict.error for verdict in found.verdicts]
-    assert all(error is not None and error < LIMIT for error in errors)
-    assert found.assert_equivalent() is found
-    assert str(found).startswith(f"same: {script}: {steps} steps on 2 ranks as in one process\n")
+from tests.package.observed_scripts.observing import SCRIPTS, observed, outcomes, source_of_fault
 
 
 def test_one_process_counts_the_steps_before_those_that_are_recorded() -> None:
     """The weight of the loss of this script is the number of the step."""
     found = observed("tagger.py", from_step=2, steps=2)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
-
-
-@pytest.mark.parametrize(
-    ("script", "word", "cause", "line"),
-    [
-        ("classifier.py", "unwrapped", "no_all_reduce", "loss.backward("),
-        ("classifier.py", "raw", "raw_module_called", "output = net(inputs)"),
-        ("classifier.py", "sum", "mean_not_sum", "loss = cross_entropy("),
-        ("classifier.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
-        ("classifier.py", "same_rows", "every_rank_same_data", "loader = kind(data"),
-        ("classifier.py", "weighed", "statistic_not_additive", "loss = loss + output"),
-        ("classifier.py", "stale", "stale_gradient_added", "optimizer.zero_grad()"),
-        ("classifier.py", "hook", "low_precision_reduce", "model.register_comm_hook("),
-        ("classifier.py", "ignored", "token_counts_weighted_equally", "loss = cross_entropy("),
-        ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
-        ("detector.py", "sum", "mean_not_sum", "loss = losses.sum()"),
-        ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
-        ("language_model.py", "uneven", "uneven_shards_weighted_equally", "loss = model("),
-        ("loss_scale.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
-        ("loss_scale.py", "scaled", "clipped_while_scaled", "nn.utils.clip_grad_norm_("),
-    ],
-)
-def test_a_broken_script_is_different_and_its_line_is_named(
-    script: str, word: str, cause: str, line: str
-) -> None:
-    found = observed(script, word)
-    assert (found.outcome, found.cause) == ("different", cause)
-    assert source_of_fault(found).startswith(line)
-    with pytest.raises(NotEquivalent):
-        found.assert_equivalent()
-
-
-def test_a_loss_with_a_reduced_count_is_judged_though_one_rank_alone_has_another_count() -> None:
-    """Its model returns on each rank what it returns in one process."""
-    found = observed("detector.py", "counts")
-    assert found.outcome == "different", str(found)
-    assert source_of_fault(found) == "loss = loss + losses.square().sum() / boxes"
-
-
-def test_a_reduced_count_says_nothing_of_a_loss_that_one_process_does_not_repeat() -> None:
-    found = observed("detector.py", "counts", "moody", steps=1)
-    assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY, str(found)
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        pytest.param("classifier.py", "ahead noise", id="a loader ahead of the noise"),
-        pytest.param("classifier.py", "crops", id="several entries of a row, dropped alone"),
-        pytest.param("loss_scale.py", "by_hand", id="a loss scale that is divided by hand"),
-        pytest.param("detector.py", "named", id="lists of rows in a named argument"),
-        pytest.param("detector.py", "one", id="one row with its boxes"),
-        pytest.param("detector.py", "uncollated", id="dicts that are not collated"),
-        pytest.param("classifier.py", "probed", id="a module that one rank calls alone"),
-        pytest.param("classifier.py", "evaluates", id="an evaluation of the same rows on a rank"),
-    ],
-)
-def test_what_a_right_script_may_do(script: str, words: str) -> None:
-    found = observed(script, *words.split(), steps=2)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
+    assert outcomes(found) == ["same"] * 2, str(found)
 
 
 @pytest.mark.parametrize(("word", "outcome"), [("", "same"), ("times", "different")])
@@ -114,59 +35,102 @@ def test_a_layer_that_computes_in_float32_has_the_limit_of_float32(word: str, ou
     assert found.outcome == outcome
 
 
-def test_the_optimizer_that_steps_second_is_judged_by_itself() -> None:
-    found = observed("adversarial.py", "double")
-    outcomes = [verdict.outcome for verdict in found.verdicts]
-    assert outcomes == ["same", "different", "same", "different"]
-    assert found.cause == "sum_not_mean"
-    assert found.verdict.subject == "adversarial.py, step 2 of 4 (Adam)"
-
-
-def test_answers_stay_when_the_script_has_to_be_started_again() -> None:
-    """It makes eight steps, and is asked for more than that."""
-    found = observed("classifier.py", "weighed", "short", steps=1)
-    assert found.cause == "statistic_not_additive"
-
-
-def test_each_step_is_compared_with_one_of_the_same_optimizer() -> None:
-    """One optimizer steps after every other batch, and the other one between."""
-    found = observed("adversarial.py", "turns", "double", steps=4)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same", "different"] * 2
-    assert found.cause == "sum_not_mean"
-
-
-def test_a_gradient_that_is_zero_shows_nothing() -> None:
-    found = observed("classifier.py", "zero", steps=1)
-    assert found.verdict.unknown_because is UnknownBecause.REFERENCE_IS_ZERO
-    assert "so is its loss" in found.verdict.reason
+@pytest.mark.parametrize(
+    ("command", "plant", "because", "text"),
+    [
+        ("classifier.py zero", "", UnknownBecause.REFERENCE_IS_ZERO, "so is its loss"),
+        pytest.param(
+            "adversarial.py constant",
+            "",
+            UnknownBecause.CANNOT_REPLAY,
+            "with 16 rows in one process, and with 24 on all ranks",
+            id="it does not take the rows that it is given",
+        ),
+        pytest.param(
+            "classifier.py by_rank",
+            "",
+            UnknownBecause.CANNOT_REPLAY,
+            "called its model with other values than that rank",
+            id="it changes its rows by rank",
+        ),
+        pytest.param(
+            "detector.py counts moody",
+            "",
+            UnknownBecause.CANNOT_REPLAY,
+            "does not compute again",
+            id="one process does not repeat its loss",
+        ),
+        pytest.param(
+            "classifier.py unwrapped",
+            "sum_not_mean",
+            UnknownBecause.PLANTED_FAULT_NEVER_FIRED,
+            "never reached the place",
+            id="a planted fault never fires",
+        ),
+    ],
+)
+def test_where_nothing_is_shown_the_verdict_is_unknown(
+    command: str, plant: str, because: UnknownBecause, text: str
+) -> None:
+    found = observed(*command.split(), steps=1, plant=plant)
+    assert found.verdict.unknown_because is because, str(found)
+    assert text in found.verdict.reason
     with pytest.raises(NothingCompared):
         found.assert_equivalent()
 
 
-def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -> None:
-    found = observed("adversarial.py", "constant")
-    assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
-    assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
-
-
-@pytest.mark.parametrize("words", ["fixed", "fixed uniform"])
-def test_a_script_may_make_rows_itself_as_many_on_each_rank_as_it_reads(words: str) -> None:
-    found = observed("adversarial.py", *words.split())
-    assert [one.outcome for one in found.verdicts] == ["same"] * 4, str(found)
-    found = observed("adversarial.py", "double", *words.split())
-    assert [one.outcome for one in found.verdicts] == ["same", "different"] * 2, str(found)
-
-
-def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
-    found = observed("classifier.py", "frozen", steps=1)
-    assert (found.outcome, found.cause) == ("different", "parameter_frozen_on_one_rank")
-    assert "0.bias is frozen on rank 1 only" in str(found)
-
-
-def test_a_script_that_changes_its_rows_by_rank_shows_nothing() -> None:
-    found = observed("classifier.py", "by_rank", steps=1)
-    assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
-    assert "called its model with other values than that rank" in found.verdict.reason
+@pytest.mark.parametrize(
+    ("command", "options", "cause", "text"),
+    [
+        ("classifier.py frozen", {}, "parameter_frozen_on_one_rank", "frozen on rank 1 only"),
+        ("classifier.py reduced_last", {}, "clipped_before_reduce", "Explains every element."),
+        ("classifier.py group_of_one by_hand", {}, "reduced_in_wrong_group", "in groups"),
+        ("classifier.py teacher", {}, "weights_differ_between_ranks", "of Linear differ between"),
+        ("classifier.py teacher by_hand", {}, "weights_differ_between_ranks", "of Linear differ"),
+        pytest.param(
+            "class_weights.py",
+            {},
+            "token_counts_weighted_equally",
+            "weights (1 : 4) of the classes 0, 1 in entry 1 of the batch",
+            id="a line that calls the model, and is watched in the middle of it",
+        ),
+        pytest.param(
+            "classifier.py group_of_one",
+            {"as_cpu": 2},
+            "reduced_in_wrong_group",
+            "in groups {0} and {1}",
+            id="CUDA devices are the CPU",
+        ),
+        pytest.param(
+            "classifier.py weighed short",
+            {},
+            "statistic_not_additive",
+            "a rank has only its own",
+            id="eight steps for more questions: it is started again",
+        ),
+        ("classifier.py", {"plant": "sum_not_mean"}, "sum_not_mean", "planted in the ranks"),
+        pytest.param(
+            "language_model.py",
+            {"plant": "averaged_twice"},
+            "averaged_twice",
+            "planted in the ranks",
+            id="it divides micro-batches among two ranks, of which no mean is half of the sum",
+        ),
+        pytest.param(
+            "classifier.py",
+            {"plant": "gradient_scaled_not_unscaled"},
+            "clipped_while_scaled",
+            "planted in the ranks",
+            id="a scale that only the ranks have is clipped with the gradients",
+        ),
+    ],
+)
+def test_a_report_names_the_cause_and_says_what_was_seen(
+    command: str, options: dict[str, Any], cause: str, text: str
+) -> None:
+    found = observed(*command.split(), steps=1, **options)
+    assert (found.outcome, found.cause) == ("different", cause), str(found)
+    assert text in " ".join(str(found).split())
 
 
 def test_a_script_that_always_takes_the_same_port_is_watched_too() -> None:
@@ -177,29 +141,6 @@ def test_a_script_that_always_takes_the_same_port_is_watched_too() -> None:
     found = observed("fixed_port.py", str(port), steps=1)
     assert found.cause == "sum_not_mean"
     assert source_of_fault(found).startswith("(model(rows).square().mean() * world_size)")
-
-
-def test_a_planted_fault_is_found_in_a_script() -> None:
-    found = observed("classifier.py", plant="sum_not_mean", steps=1)
-    assert (found.outcome, found.cause) == ("different", "sum_not_mean")
-
-
-def test_a_fault_of_the_reduction_is_not_taken_for_one_of_micro_batches() -> None:
-    """The script divides its micro-batches among two ranks, so that a sum of them is twice the mean
-    in one process, too.
-    """
-    found = observed("language_model.py", plant="averaged_twice", steps=1)
-    assert (found.outcome, found.cause) == ("different", "averaged_twice")
-
-
-def test_a_scale_that_only_the_ranks_have_is_clipped_with_the_gradients() -> None:
-    found = observed("classifier.py", plant="gradient_scaled_not_unscaled", steps=1)
-    assert (found.outcome, found.cause) == ("different", "clipped_while_scaled")
-
-
-def test_a_planted_fault_that_never_fires_shows_nothing() -> None:
-    found = observed("classifier.py", "unwrapped", plant="sum_not_mean", steps=1)
-    assert found.verdict.unknown_because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED
 
 
 def test_without_float64_the_limit_is_that_of_the_precision_of_the_script() -> None:
@@ -245,7 +186,7 @@ def test_the_end_of_an_epoch_is_another_step_and_can_be_observed() -> None:
     )
     assert f"{note}: --from-step 6 observes it" in beginning.notes
     end = observed(*FLUSHES, from_step=6, steps=2)
-    assert [verdict.outcome for verdict in end.verdicts] == ["same", "same"], str(end)
+    assert outcomes(end) == ["same", "same"], str(end)
     assert [facts.micro_batches for facts in end.facts] == [4, 2]
     assert not end.notes
 
@@ -255,27 +196,15 @@ def test_a_full_step_at_the_end_of_an_epoch_stays_in_that_epoch() -> None:
     assert found.outcome == "same", str(found)
 
 
-@pytest.mark.parametrize("word", ["by_length", "by_length_before"])
-def test_the_loader_of_one_process_is_as_long_as_that_of_a_rank(word: str) -> None:
-    """It has more batches, but a loss that is divided by their number is the same."""
-    found = observed("accumulating.py", word, steps=2)
-    assert found.outcome == "same", str(found)
-
-
 def test_a_length_that_one_process_is_told_only_at_the_end_of_an_epoch_is_no_fault() -> None:
     found = observed(*FLUSHES, "by_length", from_step=6, steps=2)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same", "unknown"], str(found)
+    assert outcomes(found) == ["same", "unknown"], str(found)
     assert "It may be the length of the loader" in found.verdict.reason
-
-
-def test_a_process_that_starts_the_others_may_ask_how_long_a_loader_is() -> None:
-    found = observed("spawned.py", steps=1)
-    assert found.outcome == "same", str(found)
 
 
 def test_a_fault_at_the_end_of_an_epoch_is_named() -> None:
     found = observed(*FLUSHES, "unreduced", from_step=6, steps=2)
-    assert [verdict.outcome for verdict in found.verdicts] == ["same", "different"], str(found)
+    assert outcomes(found) == ["same", "different"], str(found)
     assert found.cause == "no_sync_left_on"
 
 
@@ -355,3 +284,37 @@ def test_lines_of_a_module_that_is_run_by_its_name_are_those_of_the_users_file(
     line = line_to_look_at(found.verdict)
     assert line is not None
     assert (line.file, found.cause) == (str(script.resolve()), "sum_not_mean")
+
+
+def test_without_a_cause_the_line_is_marked_at_which_the_ranks_part_from_one_process() -> None:
+    found = observed("classifier.py", "by_number", steps=2)
+    assert (found.outcome, found.cause) == ("different", None)
+    assert "in multiples of what their rows give: rank 0 1, rank 1 0.5." in str(found)
+    assert "On one rank" not in str(found)  # one process is what the ranks are compared with
+    line, *_ = [one for one in str(found).splitlines() if one.startswith("> ")]
+    assert line.endswith("loss = loss / (1 + dist.get_rank())")
+    full = found.full_report()
+    assert full.count("different: classifier.py") == 1
+    assert "step 1 of 2 (AdamW) is not what one process computes: no known cause fits" in full
+    assert full.count("Only the first step that differs is explained.") == 1
+
+
+def test_a_line_that_computes_otherwise_on_one_rank_is_marked_and_said_to_be() -> None:
+    found = observed("classifier.py", "shifted", steps=1)
+    assert (found.outcome, found.cause) == ("different", None)
+    assert MARKED in str(found)
+    assert source_of_fault(found).startswith("output = output + dist.get_rank()")
+
+
+def test_a_fork_of_a_process_with_several_threads_answers() -> None:
+    """A fork has no other threads, and would wait for them for ever."""
+    started = time.monotonic()
+    found = observed("varying.py", "random", "uneven", "threads")
+    assert outcomes(found) == ["different"] * 3, str(found)
+    assert time.monotonic() - started < SECONDS_OF_KEPT, "no fork ran into its deadline"
+
+
+def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None:
+    assert outcomes(observed("varying.py", "two_steps")) == ["same"] * 2
+    found = observed("varying.py", "two_steps", "attribute", "uneven")
+    assert outcomes(found) == ["different"] * 2, str(found)

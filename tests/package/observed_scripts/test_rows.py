@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.record import Row, pieces_of
 from ddp_equivalence.observed_scripts.rows import (
     TOP_OF_CALL,
@@ -16,6 +15,7 @@ from ddp_equivalence.observed_scripts.rows import (
     put_into,
     rows_of,
 )
+from ddp_equivalence.observed_scripts.told import Piece
 
 
 def test_rows_of_ranks_are_joined_in_the_containers_of_the_script() -> None:
