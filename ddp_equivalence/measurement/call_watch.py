@@ -115,9 +115,7 @@ class CallWatch:
         }
         torchs = TorchCalls(self._append_if_recorded, self._names).handlers()
         shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
-        self.events = LineEvents(
-            model, self.now, self.calls, self._append_if_recorded, lambda: self._tracer.paused
-        )
+        self.events = LineEvents(model, self.now, self.calls, self._append_if_recorded)
         events = self.events.handlers()
         handlers = merged_handlers(modules, torchs, shuffles, events)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)

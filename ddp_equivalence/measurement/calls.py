@@ -69,9 +69,8 @@ class Kind(Enum):
     BUFFERS = "buffers"
     REQUIRES_GRAD = "requires_grad"
     SYNCHRONISATION = "synchronisation"
-    # Lines that draw, make a scalar with a gradient, compute a part of the loss of a backward, set
-    # a variable to positions, or first hold what a forward pass reads.
-    DRAW = "draw"
+    # Lines that make a scalar with a gradient, compute a part of the loss of a backward, set a
+    # variable to positions, or first hold what a forward pass reads.
     LOSS = "loss"
     LOSS_FUNCTIONS = "functions of the loss"
     INDICES = "indices"
@@ -143,9 +142,9 @@ class Call:
 
     ``value``: the loss of a backward or a line, the limit of a clip, a seed, a scale or a divide
     factor, the length of the data set of a sampler or loader; 0 or 1 for what was switched off or
-    on (synchronisation, requires_grad), and 1 for a draw in a forward pass of the model. ``norm``:
-    what a clip by the norm found before it clipped; None if that is not known. ``numbers``: those
-    that a sampler or loader was given, by name.
+    on (synchronisation, requires_grad). ``norm``: what a clip by the norm found
+    before it clipped; None if that is not known. ``numbers``: those that a sampler or loader was
+    given, by name.
     ``what``: the class, function or operation that is called, a sampler or loader as text, a digest
     of the weights, the variable that a line set, or an attribute of a module with its new value.
     ``names``: the parameters that it is about; the names of modules; the functions of autograd that

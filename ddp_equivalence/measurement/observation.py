@@ -26,7 +26,7 @@ from ddp_equivalence.measurement.calls import (
     line_at,
     lines_of,
 )
-from ddp_equivalence.measurement.draws import Draw, DrawWatch
+from ddp_equivalence.measurement.draws import Draw
 from ddp_equivalence.measurement.gradient_watch import (
     BufferWatch,
     GradientWatch,
@@ -374,7 +374,6 @@ def _dtypes(values: object) -> Iterator[str]:
 class LineEvents:
     """``now()``: the number of the step, how many calls of backward have begun, and whether one
     runs. ``calls``: those of the step, to which ``append(kind, lines, ...)`` adds one.
-    ``in_forward()``: whether a forward pass of the model runs.
     """
 
     def __init__(
@@ -383,16 +382,13 @@ class LineEvents:
         now: Callable[[], tuple[int, int, bool]],
         calls: list[Call],
         append: Callable[..., None],
-        in_forward: Callable[[], bool],
     ) -> None:
         self.own_backwards = OwnBackwards(now)
         self.buffers = BufferWatch(model)
         self._states = ModuleStates(model, self._on_state)
-        self._draws = DrawWatch(self._on_draw)
         self._now = now
         self._calls = calls
         self._append = append
-        self._in_forward = in_forward
         self._hooks: HookWatch | None = None
         self._line: CodeLine | None = None
 
@@ -409,7 +405,6 @@ class LineEvents:
         """From now on, everything belongs to the next step."""
         self._line = None
         self.buffers.changed()
-        self._draws.begin_step()
 
     def backward_ended(self) -> None:
         """No hook runs any longer."""
@@ -420,25 +415,18 @@ class LineEvents:
         """A function of the user's begins or returns, or a line of it is to run."""
         _, _, in_backward = self._now()
         if event != "call":
-            self._ended(line_at(frame) if event == "line" else line_of_caller(frame), in_backward)
+            self._ended(line_at(frame) if event == "line" else line_of_caller(frame))
         if in_backward and self._hooks is not None:
             self._hooks.on_event(frame, event)
         if in_backward and event == "return":
             self.own_backwards.on_return(frame, returned)
 
-    def _ended(self, following: CodeLine | None, in_backward: bool) -> None:
+    def _ended(self, following: CodeLine | None) -> None:
         """A line, or a part of one, has run, and this one follows."""
         names = self.buffers.changed()
         if names and self._line is not None:
             self._append(Kind.BUFFERS, (self._line, self._line), names=names)
         self._line = following
-        if not in_backward:  # what is computed again in backward draws the same numbers again
-            self._draws.next_line(following)
-
-    def _on_draw(self, line: CodeLine, what: str) -> None:
-        _, _, in_backward = self._now()
-        if not in_backward:
-            self._append(Kind.DRAW, (line, line), what=what, value=float(self._in_forward()))
 
     def _on_state(self, frame: FrameType, what: str, name: str) -> None:
         last, lines = self._calls[-1] if self._calls else None, lines_of(frame)

@@ -165,20 +165,14 @@ def module_lines(
 
 
 def draw_lines(view: View, note: str) -> Sequence[PointedLine]:
-    """The lines before backward under which random numbers were drawn, other than to shuffle.
-
-    Those in a forward pass of the model come first. ``note``: which numbers they draw.
+    """The first lines under which a rank drew random numbers, other than to shuffle, if its draws
+    were recorded. ``note``: which numbers they draw.
     """
-    calls = view.observed.calls
-    shuffles = {
-        place.line
-        for place in calls.places(Kind.SHUFFLE, Kind.SAMPLER, Kind.LOADER, Kind.NEW_GROUP)
-    }
-    places = calls.places(Kind.DRAW)
-    places.sort(key=lambda place: not place.first.value)
-    return [place.pointed(note, is_fault=True) for place in places if place.line not in shuffles][
-        :MOST_DRAWS
-    ]
+    shuffling = (Kind.SHUFFLE, Kind.SAMPLER, Kind.LOADER, Kind.NEW_GROUP)
+    shuffles = {place.line for place in view.observed.calls.places(*shuffling)}
+    draws = [one for seen in view.observed.by_rank.values() for one in seen.draws or ()]
+    lines = dict.fromkeys(one.line for one in draws if one.line not in {None, *shuffles})
+    return [PointedLine(line, note, is_fault=True) for line in lines if line][:MOST_DRAWS]
 
 
 def loss_lines(view: View, functions: Sequence[str], note: str) -> Sequence[PointedLine]:

@@ -14,7 +14,21 @@ from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, V
 READ_BY_PYTHON = "_local_scalar_dense"
 """The operation behind ``item()``."""
 
-NAMES = {READ_BY_PYTHON: "item", "alias": "detach"}
+NAMES = {
+    READ_BY_PYTHON: "item",
+    "alias": "detach",
+    "lift_fresh": "tensor",
+    "_to_copy": "to",
+    "addmm": "linear",
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "reduce_scatter_tensor_": "reduce_scatter_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+}
+"""The names under which users know operations that torch calls otherwise."""
 
 MOST_CUTS = 3
 
@@ -69,7 +83,12 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
             used.given, used.writers, used.required, used.leaves, strict=True
         ):
             held = None if value is None else run.values[value]
-            if not required and value in made and not _is_recorded(operations, writer):
+            if (
+                used.recorded
+                and not required
+                and value in made
+                and not _is_recorded(operations, writer)
+            ):
                 copy = operations[made[value]] if writer is None else operations[writer]
                 yield made[value], Cut(copy, used, held)  # Python or numpy has made it again
                 continue
@@ -80,9 +99,12 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
             if required and leaf:
                 if _has_inner(ended):
                     yield writer, Cut(ended, used, held, is_leaf=True)
+            elif not used.recorded:  # inside a function with a backward of its own
+                if required or not ended.recorded:
+                    open_ones.append(writer)
             elif not required and ended.differentiable and is_floating:
                 yield writer, Cut(ended, used, held)
-            elif ended.recorded or not required:  # otherwise its function has its own backward
+            else:
                 open_ones.append(writer)
 
 
@@ -117,9 +139,20 @@ def only_of_ranks(ranks: Sequence[Operations], alone: Operations) -> tuple[Cut, 
     return tuple(cut for key, cut in found.items() if key not in there)
 
 
+def at_collectives(ranks: Sequence[Operations]) -> tuple[Cut, ...]:
+    """The cuts of ranks at collectives of which autograd knows nothing, each line once."""
+    found = {cut.ended.line: cut for run in reversed(ranks) for cut in cuts_of(run)}
+    return tuple(cut for cut in found.values() if cut.ended.talks)
+
+
+def called(operation: Operation) -> str:
+    """The name under which a user knows this operation."""
+    return NAMES.get(operation.name, operation.name.strip("_").removesuffix("_forward"))
+
+
 def cut_text(cut: Cut) -> str:
     """Says what the line does, as a clause."""
-    name = NAMES.get(cut.ended.name, cut.ended.name.strip("_"))
+    name = called(cut.ended)
     if cut.is_leaf:
         return "makes a new leaf, whose gradient goes on only where the step passes it on"
     if not cut.ended.recorded:
@@ -146,8 +179,8 @@ def lines_of_cuts(cuts: Sequence[Cut]) -> list[PointedLine]:
 
 
 def independent_of_the_loss(run: Operations) -> tuple[str, ...]:
-    """The parameters whose gradients are not made from the gradient that a backward pass begins
-    with, if that is lost where it is not 1: a loss that is scaled gives the same gradients.
+    """The parameters whose gradients backward makes of nothing that comes from the gradient that it
+    begins with, where that is not 1 all the way: a loss that is scaled gives the same gradients.
     """
     operations = run.operations
     seeds = {
@@ -155,15 +188,17 @@ def independent_of_the_loss(run: Operations) -> tuple[str, ...]:
         for number, one in enumerate(operations)
         if one.in_backward and number and operations[number - 1].name == "ones_like"
     }
-    flows, read = set(seeds), set[int]()
+    flows, backward, by_python = set(seeds), set[int](), set[float]()
     for number, one in enumerate(operations):
-        if one.after & flows:
+        if one.after & flows or by_python.intersection(one.numbers):
             flows.add(number)
-        read |= one.after
-    lost = [number for number in flows - read if _is_scaled(run, operations[number])]
-    if not seeds or not lost:
+        if number in flows and one.name == READ_BY_PYTHON and one.given[0] is not None:
+            by_python.add(float(run.values[one.given[0]].tensor))
+        if one.in_backward or one.after & backward:
+            backward.add(number)
+    if not any(_is_scaled(run, operations[number]) for number in flows):
         return ()
-    return tuple(name for name, writer in run.results.items() if writer not in flows)
+    return tuple(name for name, writer in run.results.items() if writer in backward - flows)
 
 
 def _is_scaled(run: Operations, operation: Operation) -> bool:

@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import (
     Cut,
+    at_collectives,
     independent_of_the_loss,
     only_of_ranks,
 )
@@ -56,12 +57,12 @@ class BesideOneRank:
 
     ``factor_alone``: it leaves them times this number there; None if it leaves others.
     ``divergences``: where the ranks part from one rank that is right. ``cuts``: where gradients end
-    on ranks, and not on one rank. ``past_autograd``: the collectives on the way to wrong gradients
-    of which autograd knows nothing. ``loss``: where one rank that is wrong leaves the loss of the
-    case. ``scalings``: the numbers by which its loss was scaled. ``loss_alone``: at which its
-    backward began; None if it is not known. ``is_left_by_backward``: what it leaves is what
-    backward has computed. ``ignoring``: the parameters whose gradients do not depend on how the
-    loss is scaled, on one rank or on others.
+    on ranks, and not on one rank; if that is wrong, only at collectives. ``past_autograd``: the
+    collectives on the way to wrong gradients of which autograd knows nothing. ``loss``: where one
+    rank that is wrong leaves the loss of the case. ``scalings``: the numbers by which its loss was
+    scaled. ``loss_alone``: at which its backward began; None if it is not known.
+    ``is_left_by_backward``: what it leaves is what backward has computed. ``ignoring``: the
+    parameters whose gradients do not depend on how the loss is scaled, on one rank or on others.
     """
 
     is_right_alone: bool
@@ -111,6 +112,7 @@ def _compared(
         return BesideOneRank(
             is_right_alone=False,
             factor_alone=factor,
+            cuts=at_collectives([runs.by_rank[rank] for rank in sorted(runs.by_rank)]),
             loss=compared_with_the_loss(view, runs.alone, _parts(view, rows)),
             scalings=tuple(scalings_of_loss(runs.alone)),
             loss_alone=loss_on_one_rank(runs.alone),
@@ -419,24 +421,6 @@ class _Search:
                     seen.add(before)
                     open_ones.append(before)
         return False
-
-
-# The names by which users know the operations of torch.
-
-NAMES = {
-    "lift_fresh": "tensor",
-    "_to_copy": "to",
-    "addmm": "linear",
-    "allreduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather_into_tensor",
-}
-"""The names under which users know operations that torch calls otherwise."""
-
-
-def called(operation: Operation) -> str:
-    """The name under which a user knows this operation."""
-    return NAMES.get(operation.name, operation.name.strip("_").removesuffix("_forward"))
 
 
 # Collectives in a forward pass of which autograd knows nothing, on the way to wrong gradients.

@@ -16,8 +16,8 @@ from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.where.cuts import Cut, cut_text, lines_of_cuts
-from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence, called
+from ddp_equivalence.diagnosis.where.cuts import Cut, called, cut_text, lines_of_cuts
+from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import Scaling
 from ddp_equivalence.diagnosis.where.own_gradient import own_backward_lines
@@ -78,10 +78,13 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         found = replace(found, beside_one_rank="", marks="")
     if found.explains_all:
         return found
-    cuts = beside.cuts if beside.is_right_alone else beside.loss.cuts
-    if beside.loss.unlike and not has_right_loss(beside, view):
-        cuts = ()
-    if cuts and (found.shows_later or found.kind == "not seen"):
+    cuts = beside.cuts
+    if not cuts and (not beside.loss.unlike or has_right_loss(beside, view)):
+        cuts = beside.loss.cuts
+    is_open = found.shows_later or found.kind == "not seen"
+    if cuts and cuts[0].ended.talks and (is_open or found.kind == "own gradient"):
+        return with_cuts(found, cuts)  # what is seen besides may be right: it needs several ranks
+    if cuts and is_open:
         found = with_cuts(found, cuts)
     factor = beside.factor_alone
     numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)

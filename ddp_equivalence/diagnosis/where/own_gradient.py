@@ -108,7 +108,7 @@ def fault_of_own_gradient(
     whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
     whole += _which_piece(pieces, wrong)
     names = _names(pieces, one)
-    headline, sentence, lines = _from_where(pieces, one, names)
+    headline, sentence, lines = _from_where(pieces, wrong, names)
     only_there = lines_only_on(view.observed.by_rank, ranks)
     changed = changes_before(view.observed.by_rank[one.piece.rank], one.piece.call)
     of_loss = [_loss_line(one), _backward_line(one)]
@@ -127,10 +127,11 @@ def fault_of_own_gradient(
 
 
 def _from_where(
-    pieces: Pieces, one: Compared, names: Sequence[str]
+    pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str]
 ) -> tuple[str, str, list[PointedLine | None]]:
-    """A headline, a sentence and lines on how the piece is wrong."""
-    missing = _not_called(pieces, one.piece, names)
+    """A headline, a sentence and lines on how the first of the pieces is wrong."""
+    one = wrong[0]
+    missing = _not_called(pieces, wrong, names)
     if missing:
         text = f"The module {missing} is not called, although the loss of the rows depends on it. "
         return f"{missing} is not called", text, []
@@ -148,16 +149,16 @@ def _from_where(
     return headline, text, lines
 
 
-def _not_called(pieces: Pieces, piece: Piece, names: Sequence[str]) -> str:
-    """The module of a parameter without a gradient that the rank has never called; "" if none, or
-    if not all calls were recorded.
+def _not_called(pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str]) -> str:
+    """The module of a parameter without a gradient that none of these ranks has ever called; "" if
+    there is none, or if not all calls were recorded.
     """
-    trace = pieces.view.observed.by_rank[piece.rank].trace
-    called = {call.name for call in trace.module_calls}
-    for name in names if called and trace.complete else ():
+    traces = [pieces.view.observed.by_rank[one.piece.rank].trace for one in wrong]
+    called = {call.name for trace in traces for call in trace.module_calls}
+    for name in names if called and all(trace.complete for trace in traces) else ():
         module = name.rpartition(".")[0]
         place = pieces.view.parameters.places[name]
-        if module not in called and not bool(piece.gradient[place].any()):
+        if module not in called and not bool(wrong[0].piece.gradient[place].any()):
             return module
     return ""
 

@@ -255,6 +255,8 @@ def related(by_rank: Sequence[Value], alone: Value, sharing: Sharing) -> Related
             return Related("scaled")
         if _is_sum(parts, whole, factors, close):
             return Related("sum")
+        if not alone.is_floating_point and alone.dtype != "bool" and are_shifted(parts, whole):
+            return Related("unknown")
     elif not alone.is_floating_point and go_further(parts, whole):
         return Related("unknown")
     is_comparable = is_alike
@@ -414,6 +416,13 @@ def go_further(parts: Sequence[Tensor], whole: Tensor) -> bool:
     """True if a rank has a whole number above all of one rank, as where positions are padded."""
     most = max((float(one.max()) for one in parts if one.numel()), default=0.0)
     return whole.numel() > 0 and most > float(whole.max())
+
+
+def are_shifted(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """True if each rank has the numbers of one rank less one of its own, as where it counts
+    positions from the begin of its part.
+    """
+    return whole.numel() > 1 and all(len((part - whole).unique()) == 1 for part in parts)
 
 
 def finite(tensors: Sequence[Tensor]) -> list[Tensor]:

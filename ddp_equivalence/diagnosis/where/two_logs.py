@@ -43,6 +43,7 @@ class TwoLogs:
         self.sharing = sharing
         self._rivals = rivals or {}
         self._related = cache(self._relation_of)
+        self._makes_positions = cache(self._makes_positions_of)
         self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
         self._readers: dict[int, list[int]] = {}
         for number, operation in enumerate(self.alone.operations):
@@ -112,7 +113,10 @@ class TwoLogs:
         ):
             relation = self._related(tuple(one.given[place] for one in each), alone)
             if writer is not None:
-                yield relation, self.alone.operations[writer]
+                may_be = relation.how in ("other", "extreme")
+                is_position = may_be and self._makes_positions(writer)
+                found = Related("unknown") if is_position else relation
+                yield found, self.alone.operations[writer]
                 continue
             on_ranks = [
                 of_rank.operations[on_rank]
@@ -186,7 +190,19 @@ class TwoLogs:
     def _of_result(self, number: int, place: int) -> Relation:
         values = tuple(one.returned[place] for one in self._on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how
-        return "other" if how == "extreme" and not self._is_sent(number) else how
+        how = "other" if how == "extreme" and not self._is_sent(number) else how
+        return "unknown" if how == "other" and self._makes_positions(number) else how
+
+    def _makes_positions_of(self, number: int) -> bool:
+        """True if an operation makes whole numbers or flags of such that cannot be compared: each
+        rank may count positions in its own part.
+        """
+        returned = self.alone.operations[number].returned
+        made = [self.alone.values[one] for one in returned if one is not None]
+        return not any(one.is_floating_point for one in made) and any(
+            relation.how == "unknown" and writer is not None
+            for relation, writer in self.relations(number)
+        )
 
     def _is_sent(self, number: int) -> bool:
         """True if what the operation returns is only given to other ranks."""
