@@ -415,6 +415,7 @@ class TorchCalls:
             (Kind.NO_SYNC, _no_sync, (DistributedDataParallel.no_sync,)),
             (Kind.NEW_GROUP, _new_group, (dist.new_group,)),
             (Kind.POINT_TO_POINT, _point_to_point, POINT_TO_POINT),
+            (Kind.NOT_IN_GROUP, _not_in_group, (dist.distributed_c10d._warn_not_in_group,)),
             (Kind.SEED, _seed, (torch.random.manual_seed,)),
             (Kind.SEED, _seed_of_gpus, (torch.cuda.manual_seed, torch.cuda.manual_seed_all)),
             (Kind.SCALE, _scale, (torch.amp.GradScaler.scale,)),
@@ -523,6 +524,11 @@ def _point_to_point(frame: FrameType) -> dict[str, Any] | None:
             return None  # recv calls irecv
         outer = outer.f_back
     return {"what": frame.f_code.co_name}
+
+
+def _not_in_group(frame: FrameType) -> dict[str, Any]:
+    """Torch calls this function, which is not public, where a collective does nothing."""
+    return {"what": frame.f_locals["op_name"]}
 
 
 def _seed(frame: FrameType) -> dict[str, Any]:

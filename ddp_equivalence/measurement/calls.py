@@ -44,6 +44,7 @@ class Kind(Enum):
     BACKWARD = "backward"
     COLLECTIVE = "collective"
     POINT_TO_POINT = "point to point"
+    NOT_IN_GROUP = "collective of a group without this rank"
     NO_SYNC = "no_sync"
     CLIP = "clip"
     ZERO_GRAD = "zero_grad"

@@ -34,6 +34,7 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
 )
 from ddp_equivalence.diagnosis.where.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.where.reduction import (
+    fault_of_non_members,
     fault_of_reduction,
     fault_of_small_groups,
 )
@@ -68,9 +69,9 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
-    in_small_groups = fault_of_small_groups(view)
-    if in_small_groups is not None:
-        return _in_step(view, in_small_groups)
+    in_groups = fault_of_non_members(view) or fault_of_small_groups(view)
+    if in_groups is not None:
+        return _in_step(view, in_groups)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
         return fault_of_losses(view) or not_seen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_that_left_out,
     way_to,
 )
-from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
+from ddp_equivalence.diagnosis.lines.origins import Origins, chosen, given_at, gone_through
 from ddp_equivalence.diagnosis.lines.source import innermost_loop, run_lines
 from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
@@ -557,4 +558,34 @@ def fault_of_small_groups(view: View) -> Whereabouts | None:
         names,
         tuple(range(view.world_size)),
         fix=f"give {named(names)} the mesh or group of all {view.world_size} ranks.",
+    )
+
+
+# A collective does nothing on a rank that is not in its group: torch prints a warning.
+
+
+def fault_of_non_members(view: View) -> Whereabouts | None:
+    """Which ranks call a collective in a group without them; None if none was seen to do so."""
+    place = next(iter(view.observed.calls.places(Kind.NOT_IN_GROUP)), None)
+    if place is None or place.line is None:
+        return None
+    who = ranked(place.ranks, view.world_size)
+    what, one = place.first.what, len(place.ranks) == 1
+    given = given_at(place.line, ("group",))
+    made = Origins(run_lines(view, place.ranks[0])).all([given] if given else [])
+    behind = [
+        PointedLine(one.line, "sets this group")
+        for one in made
+        if one.line != place.line and not isinstance(one.expression, ast.Constant)
+    ]
+    return Whereabouts(
+        "reduction",
+        f"{what} does nothing on {who}",
+        f"On {who}, {what} does nothing: the group that it is given is one without "
+        f"{'this rank' if one else 'these ranks'}.",
+        distinct([place.pointed(f"{who}: not in this group", is_fault=True), *behind]),
+        view.parameters.names,
+        tuple(place.ranks),
+        fix="give each rank a group that it is in.",
+        explains_all=True,
     )
