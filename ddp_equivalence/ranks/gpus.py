@@ -127,15 +127,19 @@ def why_not_shared(world_size: int, devices: tuple[str, ...]) -> str | None:
 
 
 class NvmlState(StrEnum):
-    """Whether NVML answered, and why not. ``Gpus.problem`` says the same as a sentence."""
+    """Whether NVML answered, and else why not, as a sentence."""
 
-    ANSWERED = "answered"
-    NO_PACKAGE = "nvidia-ml-py is not installed"
-    NO_LIBRARY = "no NVML library"
-    NO_DRIVER = "driver not loaded"
-    VERSION_MISMATCH = "driver and library have different versions"
-    NO_PERMISSION = "no permission"
-    ROCM = "torch is built for ROCm"
+    ANSWERED = ""
+    NO_PACKAGE = (
+        "NVML was not asked, because nvidia-ml-py is not installed: pip install nvidia-ml-py"
+    )
+    NO_LIBRARY = "there is no NVIDIA driver here: its library libnvidia-ml.so.1 was not found"
+    NO_DRIVER = "NVML says that the NVIDIA driver is not loaded"
+    VERSION_MISMATCH = "NVML says that the driver and its library have different versions"
+    NO_PERMISSION = (
+        "NVML may not be used by this user: the device files /dev/nvidia* are not readable"
+    )
+    ROCM = "NVML was not asked, because it knows only NVIDIA's GPUs, and this torch is for ROCm"
     FAILED = "NVML failed"
 
 
@@ -228,30 +232,13 @@ P2P_STATUS = {
 }
 PATHS = {0: "SAME", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
-PROBLEMS = {
-    4: (
-        NvmlState.NO_PERMISSION,
-        "NVML may not be used by this user: the device files /dev/nvidia* are not readable",
-    ),
-    9: (
-        NvmlState.NO_DRIVER,
-        "NVML says that the NVIDIA driver is not loaded",
-    ),
-    12: (
-        NvmlState.NO_LIBRARY,
-        "there is no NVIDIA driver here: its library libnvidia-ml.so.1 was not found",
-    ),
-    18: (
-        NvmlState.VERSION_MISMATCH,
-        "NVML says that the driver and its library have different versions",
-    ),
+STATES = {
+    4: NvmlState.NO_PERMISSION,
+    9: NvmlState.NO_DRIVER,
+    12: NvmlState.NO_LIBRARY,
+    18: NvmlState.VERSION_MISMATCH,
 }
-"""NVML's error code when it is initialised -> the state and the sentence for it."""
-
-PACKAGE_MISSING = (
-    "NVML was not asked, because nvidia-ml-py is not installed: pip install nvidia-ml-py"
-)
-ROCM = "NVML was not asked, because it knows only NVIDIA's GPUs, and this torch is built for ROCm"
+"""NVML's error code when it is initialised -> the state."""
 
 
 def gpus() -> Gpus:
@@ -260,22 +247,25 @@ def gpus() -> Gpus:
     What NVML refuses to say, as it often does in containers and on divided GPUs, is None.
     """
     if torch.version.hip is not None:
-        return Gpus(nvml=NvmlState.ROCM, problem=ROCM)
+        return _unknown(NvmlState.ROCM)
     try:
         import pynvml
     except ImportError:
-        return Gpus(nvml=NvmlState.NO_PACKAGE, problem=PACKAGE_MISSING)
+        return _unknown(NvmlState.NO_PACKAGE)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        otherwise = NvmlState.FAILED, f"NVML could not be initialised: {error}"
-        state, problem = PROBLEMS.get(getattr(error, "value", None) or 0, otherwise)
-        return Gpus(nvml=state, problem=problem)
+        state = STATES.get(getattr(error, "value", None) or 0, NvmlState.FAILED)
+        return _unknown(state, f": {error}" if state is NvmlState.FAILED else "")
     try:
         return _machine(_Nvml(pynvml))
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _unknown(state: NvmlState, more: str = "") -> Gpus:
+    return Gpus(nvml=state, problem=f"{state}{more}")
 
 
 class _Nvml:
@@ -297,8 +287,7 @@ class _Nvml:
 def _machine(nvml: _Nvml) -> Gpus:
     count = nvml.ask("nvmlDeviceGetCount")
     if count is None:
-        problem = f"NVML could not count the GPUs: {nvml.error}"
-        return Gpus(nvml=NvmlState.FAILED, problem=problem)
+        return _unknown(NvmlState.FAILED, f" to count the GPUs: {nvml.error}")
     handles = {}
     found = []
     for index in range(count):
@@ -310,7 +299,7 @@ def _machine(nvml: _Nvml) -> Gpus:
             found.append(_gpu(nvml, index, handle))
     return Gpus(
         gpus=tuple(found),
-        driver=_text(nvml.ask("nvmlSystemGetDriverVersion")),
+        driver=nvml.ask("nvmlSystemGetDriverVersion"),
         cuda_of_driver=_cuda_version(nvml.ask("nvmlSystemGetCudaDriverVersion_v2")),
         links=tuple(_links(nvml, handles)),
     )
@@ -322,9 +311,9 @@ def _gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
     mig = nvml.ask("nvmlDeviceGetMigMode", handle)
     return Gpu(
         index=index,
-        name=_text(nvml.ask("nvmlDeviceGetName", handle)),
-        uuid=_text(nvml.ask("nvmlDeviceGetUUID", handle)),
-        pci_bus_id=None if pci is None else _text(pci.busId),
+        name=nvml.ask("nvmlDeviceGetName", handle),
+        uuid=nvml.ask("nvmlDeviceGetUUID", handle),
+        pci_bus_id=None if pci is None else pci.busId,
         compute_capability=_pair(nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)),
         memory_total=None if memory is None else int(memory.total),
         memory_free=None if memory is None else int(memory.free),
@@ -340,9 +329,7 @@ def _mig_uuids(nvml: _Nvml, handle: Any) -> Iterator[str]:
     for number in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
         instance = nvml.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         if instance is not None:
-            uuid = _text(nvml.ask("nvmlDeviceGetUUID", instance))
-            if uuid is not None:
-                yield uuid
+            yield from filter(None, [nvml.ask("nvmlDeviceGetUUID", instance)])
 
 
 def _processes(nvml: _Nvml, handle: Any) -> tuple[GpuProcess, ...] | None:
@@ -378,10 +365,3 @@ def _cuda_version(version: int | None) -> str | None:
 
 def _pair(values: Any) -> tuple[int, int] | None:
     return None if values is None else (int(values[0]), int(values[1]))
-
-
-def _text(value: Any) -> str | None:
-    """Some versions of nvidia-ml-py return bytes."""
-    if value is None:
-        return None
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

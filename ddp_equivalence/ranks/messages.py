@@ -34,22 +34,19 @@ SMALL_ARRAY = 4096
 class Finished:
     """The last message of a rank about its work: the last results, and what the work left behind.
 
-    ``same_groups``: the rank's process groups are the same as before the work. ``same_modules``:
-    so is what the user's modules hold, perhaps after the rank has restored it. ``not_compared``:
-    the user's modules that the work imported and the caller had not compared. ``issued``: the
-    number of collectives of the default group that the rank has issued since it started, or None if
-    it is not known. ``changed``: the state that the work changed and the rank has since restored.
-    ``running``: the threads and processes that the work left running. ``libraries``: those that any
-    work has imported so far. ``cpu_seconds``: processor time of the work, of all its threads.
+    ``can_go_on``: the rank is as before, perhaps after it has restored what the work changed.
+    ``changed``: this as phrases, and the threads and processes that the work left running.
+    ``not_compared``: the user's modules that the work imported and the caller had not compared.
+    ``issued``: the number of collectives of the default group that the rank has issued since it
+    started, or None if it is not known. ``libraries``: those that any work has imported so far.
+    ``cpu_seconds``: processor time of the work, of all its threads.
     """
 
     results: list[object]
-    same_groups: bool
-    same_modules: bool
+    can_go_on: bool
+    changed: tuple[str, ...]
     not_compared: tuple[str, ...]
     issued: int | None
-    changed: tuple[str, ...]
-    running: tuple[str, ...]
     libraries: tuple[str, ...]
     cpu_seconds: float
 

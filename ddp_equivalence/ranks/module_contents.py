@@ -65,12 +65,14 @@ def held(owner: Any) -> dict[Step, Any]:
     if isinstance(owner, FunctionType):
         defaults = {(ATTRIBUTE, name): getattr(owner, name) for name in DEFAULTS}
         return defaults | _attributes(vars(owner)) | _cells(owner)
-    if isinstance(owner, ModuleType):
-        names = {name: value for name, value in list(vars(owner).items()) if name.isidentifier()}
-        # A submodule is there as soon as anybody has imported it.
-        return _attributes(
-            {name: value for name, value in names.items() if not _is_submodule(owner, name, value)}
-        )
+    if isinstance(owner, ModuleType):  # a submodule is there as soon as anybody has imported it
+        return {
+            (ATTRIBUTE, name): value
+            for name, value in list(vars(owner).items())
+            if _counts(name, value)
+            and name.isidentifier()
+            and not _is_submodule(owner, name, value)
+        }
     if isinstance(owner, type):
         return _attributes(vars(owner))
     if isinstance(owner, ContextVar):
@@ -164,6 +166,10 @@ def text(path: Path) -> str:
     return "".join(words)
 
 
+BASES = (OrderedDict, dict, list, tuple, set, frozenset, MappingProxyType)
+"""The builtin types of containers; a subclass stands before its base."""
+
+
 def contents(container: Any) -> list[Any]:
     """All that a list or a dict holds; of a dict the pairs of key and value."""
     base = _base(container)
@@ -172,8 +178,8 @@ def contents(container: Any) -> list[Any]:
 
 def _base(container: Any) -> Any:
     """The builtin type of a container, whose methods do what a subclass may have changed."""
-    bases = (OrderedDict, dict, list, tuple, set, frozenset, MappingProxyType)
-    return next(base for base in bases if isinstance(container, base))
+    kind = type(container)
+    return kind if kind in BASES else next(base for base in BASES if isinstance(container, base))
 
 
 def _attributes(names: Mapping[str, Any]) -> dict[Step, Any]:
@@ -203,6 +209,8 @@ def _cells(function: FunctionType) -> dict[Step, Any]:
 
 def _fields(value: Any) -> dict[Step, Any]:
     """Everything in the object's ``__dict__`` and slots."""
+    if type(value) in (dict, list):
+        return {}
     found = {(ATTRIBUTE, name): one for name, one in getattr(value, "__dict__", {}).items()}
     for name in _slots(value):
         try:
@@ -242,12 +250,6 @@ OF_THIS_PROCESS = (
 )
 """Types of objects that mean nothing in another process, even if they can be pickled."""
 
-WITHOUT_ROW: tuple[type, ...] = (
-    *(*CONSTANTS, *DESCRIPTORS, tuple),
-    *(ModuleType, FunctionType, BuiltinFunctionType, type),
-)
-"""Types of which most objects are described by a leaf alone."""
-
 
 class Row(NamedTuple):
     """An object that a module holds.
@@ -286,9 +288,7 @@ class Contents:
         path = (self._module,)
         items = held(module)
         for step, value in items.items():  # so that an object has its shortest path
-            if not isinstance(value, WITHOUT_ROW) or (
-                isinstance(value, FunctionType | type) and self._in_full(value)
-            ):
+            if not isinstance(value, FunctionType | type) or self._in_full(value):
                 self.places.setdefault(id(value), (*path, step))
         self._add_row(module, path, "module", items)
 
@@ -314,13 +314,15 @@ class Contents:
             getattr(value, "__self__", None), ModuleType | type(None)
         ):
             return NAMED, value.__module__, value.__qualname__
+        if self._apart and kind in BASES and not value:
+            return CONSTANT, kind.__name__
         if isinstance(value, FunctionType) and self._apart:
             return NAMED, value.__module__, value.__qualname__, of_code(value.__code__)
         if isinstance(value, FunctionType | type) and (self._apart or not self._in_full(value)):
             return NAMED, value.__module__, value.__qualname__
         if isinstance(value, (tuple, *DESCRIPTORS)):
             long = _digest_if_long(contents(value)) if isinstance(value, tuple) else ()
-            return GROUP, *_type(value), *(long or self._leaves(value, path))
+            return GROUP, *_type(value), *(long or self._leaves(held(value), path))
         path = self.places.setdefault(id(value), path)
         if path not in self._objects:
             self._objects[path] = value, None
@@ -331,8 +333,8 @@ class Contents:
             self._add_row(value, path, about, items)
         return HELD, path, self._abouts.get(path)  # None: it holds itself
 
-    def _leaves(self, value: Any, path: Path) -> Iterator[Leaf]:
-        for step, one in held(value).items():
+    def _leaves(self, items: Mapping[Step, Any], path: Path) -> Iterator[Leaf]:
+        for step, one in items.items():
             yield self._leaf(one, (*path, step))
 
     def _in_full(self, value: Any) -> bool:
@@ -360,14 +362,12 @@ class Contents:
         if isinstance(value, set | frozenset):
             return (*name, *sorted(map(self._element, contents(value)))), None
         if isinstance(value, dict | list | MappingProxyType):
-            long = () if _fields(value) else _digest_if_long(contents(value))
-            if (
-                long
-                or isinstance(value, MappingProxyType)
-                or any(s[0] == PART for s in held(value))
-            ):
-                return (*name, *(long or self._leaves(value, path))), None
-            return name, held(value)
+            if not _fields(value) and (long := _digest_if_long(contents(value))):
+                return (*name, *long), None
+            items = held(value)
+            if isinstance(value, MappingProxyType) or any(kind == PART for kind, _ in items):
+                return (*name, *self._leaves(items, path)), None
+            return name, items
         if not has_plain_state(value) and not isinstance(value, ContextVar):
             try:
                 parts = _reduction(value)
@@ -390,7 +390,8 @@ def _of_object(value: Any) -> bytes:
     """The digest of everything that an object holds."""
     table = Contents(apart=True)
     leaf = table._leaf(value, ("",))
-    return _digest(repr((leaf, table.rows)).encode(errors="backslashreplace"))
+    rows = [(path, *row) for path, row in table.rows.get("", {}).items()]
+    return _digest(repr((leaf, rows)).encode(errors="backslashreplace"))
 
 
 def _constant(value: Any) -> Leaf:
@@ -460,6 +461,8 @@ def differences(wanted: Rows, present: Rows) -> Iterator[Difference]:
         for path, row in rows.items():
             there = present.get(module, {}).get(path)
             if there is None or there.about != row.about:
+                continue
+            if there.items == row.items and [*there.items] == [*row.items]:
                 continue
             steps = [
                 s for s in {**row.items, **there.items} if row.items.get(s) != there.items.get(s)

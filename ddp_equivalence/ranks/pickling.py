@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -25,7 +24,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.ranks import module_contents
 from ddp_equivalence.ranks.importable import is_pickled_by_value, modules_pickled_by_value
 from ddp_equivalence.ranks.module_contents import CONSTANTS, Edit
-from ddp_equivalence.ranks.process_state import environment_variables, read_training_settings
+from ddp_equivalence.ranks.process_state import Surroundings
 from ddp_equivalence.ranks.user_modules import NO_CHANGES, Changes, changes_in
 
 # Pickles functions by value, with the names of the files that they stand in.
@@ -67,33 +66,12 @@ NAMED = (FunctionType, type, ModuleType)
 """Objects of these types are not looked up by their place in a module, since they have names."""
 
 
-@dataclass(frozen=True)
-class CallerState:
-    """The state of the judging process that a pickled function may depend on.
-
-    ``compared``: the user's modules whose changes are sent with the function. ``failed``: those of
-    which nobody knows what has changed, and why. ``imports``: those to import before unpickling, in
-    this order.
-    """
-
-    import_path: list[str]
-    working_folder: str
-    environment: dict[bytes, bytes]
-    settings: dict[str, Any]
-    compared: frozenset[str] = frozenset()
-    failed: Mapping[str, str] = field(default_factory=dict)
-    imports: Sequence[str] = ()
-
-
 def dumps(function: Callable[..., Any], argument: object) -> bytes:
     """Pickle a function and its argument, together with the state of this process.
 
     Functions and classes that the ranks cannot import are pickled by value. Raises BadCase if
     something has changed in an imported module that cannot be sent to the ranks.
     """
-    caller = CallerState(
-        list(sys.path), os.getcwd(), environment_variables(), read_training_settings()
-    )
     work, found = (function, argument), _Found()
     changes = NO_CHANGES
     try:
@@ -110,18 +88,15 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
         changes = changes_in(found.modules, found.codes)
         data = _pickle_with_edits(work, changes, found)
         complete = known >= found.modules | found.codes
-    caller = replace(
-        caller, compared=changes.compared, failed=changes.failed, imports=changes.imports
-    )
-    return pickle.dumps((caller, data))
+    return pickle.dumps((Surroundings.here(), replace(changes, edits=(), places={}), data))
 
 
-def split(message: bytes) -> tuple[CallerState, bytes]:
-    """Split the result of ``dumps`` into the caller's state and the argument of ``loads``.
+def split(message: bytes) -> tuple[Surroundings, Changes, bytes]:
+    """Split the result of ``dumps``: the last part is the argument of ``loads``.
 
-    The rank adopts the state first, because ``loads`` imports modules.
+    The rank adopts the caller's surroundings first, because ``loads`` imports modules.
     """
-    parts: tuple[CallerState, bytes] = pickle.loads(message)
+    parts: tuple[Surroundings, Changes, bytes] = pickle.loads(message)
     return parts
 
 

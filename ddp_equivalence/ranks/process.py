@@ -93,7 +93,6 @@ def main(start: StartArguments, channels: Channels) -> None:
         replace_functions()
         start_status_thread(channels.status)
         watch.start()
-        libraries.start()
         gc.freeze()  # so that collecting garbage after each case skips the objects that exist now
         messages.send(channels.work, messages.READY)
         while do_next_work(rank, channels.work):
@@ -153,12 +152,17 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     """Run the work and send its results, except the last ones, which the returned message holds."""
     began = time.process_time()
     groups = existing_groups()
-    libraries.begin_work()
+    libraries.of_earlier_work = tuple(sorted(libraries.imported))
     results: list[object] = []
-    caller, pickled = pickling.split(work)
-    _adopt_caller_state(caller)
+    caller, changes, pickled = pickling.split(work)
+    # The variables that make this process a rank keep their values.
+    caller.adopt(rank_environment())
+    process_tree.forget_start_method()
+    for name in changes.imports:
+        with suppress(Exception):  # what needs the module says so itself
+            import_module(name)
     function, argument, edits = pickling.loads(pickled)
-    modules = ModulesOfWork(caller.compared, caller.failed)
+    modules = ModulesOfWork(changes.compared, changes.failed)
     modules.begin(edits)
     # Apply the settings only now: unpickling imports the step's modules, which may change them.
     before = process_state.capture()
@@ -173,17 +177,18 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     del function, argument, edits
     _collect_garbage()
     kept = process_state.kept_groups()
+    # Without its default group a rank could do no more work, and groups that steps make would
+    # become more and more.
+    same_groups = existing_groups().keys() - kept == groups.keys() - kept
+    same_modules = modules.end()
+    changed, running = process_state.restore(before), left_running(before.threads)
     finished = messages.Finished(
         results=results,
-        # If these differ, the rank is replaced: without its default group it could do no more work,
-        # and groups that steps make would become more and more.
-        same_groups=existing_groups().keys() - kept == groups.keys() - kept,
-        same_modules=modules.end(),
+        can_go_on=same_groups and same_modules and not running,
+        changed=changed + running,
         not_compared=modules.not_compared,
         issued=issued_in_default_group(),
-        changed=process_state.restore(before),
-        running=left_running(before.threads),
-        libraries=libraries.imported(),
+        libraries=tuple(libraries.imported),
         cpu_seconds=time.process_time() - began,
     )
     flush_output()
@@ -195,20 +200,6 @@ def flush_output() -> None:
     with suppress(OSError, ValueError):  # a step may have closed or replaced the streams
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _adopt_caller_state(caller: pickling.CallerState) -> None:
-    """Take over environment, import path, working folder and imports of the judging process.
-
-    The variables that make this process a rank keep their values.
-    """
-    process_state.set_environment(caller.environment | rank_environment())
-    sys.path[:] = caller.import_path
-    process_tree.forget_start_method()
-    os.chdir(caller.working_folder)
-    for name in caller.imports:
-        with suppress(Exception):  # what needs the module says so itself
-            import_module(name)
 
 
 def _collect_garbage() -> None:

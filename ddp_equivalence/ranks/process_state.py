@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from operator import attrgetter
 from types import ModuleType
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.ranks import process_tree
-from ddp_equivalence.ranks.importable import is_in_installation_folder
 from ddp_equivalence.ranks.process_tree import children, has_children, process_name
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.users_line import counts_as_torch
@@ -200,6 +199,31 @@ def read_all() -> dict[str, Any]:
     return {name: setting.read() for name, setting in SETTINGS.items()}
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """The state of the judging process on which imports depend, and functions that it sends.
+
+    ``settings``: those in ``TRAINING_SETTINGS``, by name.
+    """
+
+    import_path: tuple[str, ...]
+    working_folder: str
+    environment: Mapping[bytes, bytes]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        settings = read_training_settings()
+        return cls(tuple(sys.path), os.getcwd(), environment_variables(), settings)
+
+    def adopt(self, more: Mapping[bytes, bytes]) -> None:
+        """Give this process these variables and ``more``, the import path and the folder."""
+        set_environment({**self.environment, **more})
+        sys.path[:] = self.import_path
+        os.chdir(self.working_folder)
+
+
 def read_training_settings() -> dict[str, Any]:
     """The settings in ``TRAINING_SETTINGS``, by name."""
     return {name: SETTINGS[name].read() for name in TRAINING_SETTINGS}
@@ -320,48 +344,25 @@ NO_LIBRARIES = frozenset({"torch", "functorch", "torchgen", "triton", "ddp_equiv
 """Torch itself, whose state between checks is restored, its parts, and this package."""
 
 
+@dataclass
 class Libraries:
-    """``of_earlier_work``: the libraries that were imported before the present work began."""
+    """``imported``: the installed packages that use torch and that work on this rank has imported.
 
-    def __init__(self) -> None:
-        self.of_earlier_work: tuple[str, ...] = ()
-        self._at_start: frozenset[str] = frozenset(NO_LIBRARIES)
-        self._counted = 0
-        self._imported: tuple[str, ...] = ()
+    ``of_earlier_work``: those that were imported before the present work began.
+    """
 
-    def start(self) -> None:
-        """What is imported now was imported for the rank itself."""
-        self._at_start = NO_LIBRARIES | {name.partition(".")[0] for name in list(sys.modules)}
-        self._counted = len(sys.modules)
+    imported: set[str] = field(default_factory=set)
+    of_earlier_work: tuple[str, ...] = ()
 
-    def begin_work(self) -> None:
-        """Another piece of work begins."""
-        self.of_earlier_work = self.imported()
-
-    def imported(self) -> tuple[str, ...]:
-        """The libraries that any work has imported so far: installed packages that use torch."""
-        if self._counted != len(sys.modules):
-            self._counted = len(sys.modules)
-            users = {
-                name.partition(".")[0]
-                for name, module in list(sys.modules.items())
-                if name.partition(".")[0] not in self._at_start and _uses_torch(module)
-            }
-            self._imported = tuple(sorted(filter(_is_installed, users)))
-        return self._imported
-
-
-def _uses_torch(module: Any) -> bool:
-    torch = sys.modules["torch"]
-    # Compared by identity: some values raise if they are compared, such as one of zoneinfo's.
-    return isinstance(module, ModuleType) and any(
-        value is torch for value in list(vars(module).values())
-    )
-
-
-def _is_installed(name: str) -> bool:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return isinstance(file, str) and is_in_installation_folder(file)
+    def note(self, names: Set[str]) -> None:
+        """Note those of these packages that use torch; their import has just ended."""
+        for name, module in list(sys.modules.items()):
+            package = name.partition(".")[0]
+            if package not in names - NO_LIBRARIES or not isinstance(module, ModuleType):
+                continue
+            # Compared by identity: some values raise if they are compared, such as zoneinfo's.
+            if any(value is torch for value in list(vars(module).values())):
+                self.imported.add(package)
 
 
 libraries = Libraries()

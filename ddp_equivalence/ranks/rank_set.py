@@ -266,12 +266,11 @@ class RankSet:
             if kind == messages.FINISHED:
                 results = payload.results
                 SPENT.cpu_seconds += payload.cpu_seconds
-                if payload.changed or payload.running:
-                    self.changed[rank] = payload.changed + payload.running
+                if payload.changed:
+                    self.changed[rank] = payload.changed
                 self.not_compared.update(payload.not_compared)
                 self.libraries.update(payload.libraries)
-                same = payload.same_groups and payload.same_modules
-                if payload.running or not same:
+                if not payload.can_go_on:
                     self.broken = True  # this work is complete, but the ranks can do no more
                 if payload.issued is not None:
                     issued[rank] = payload.issued
@@ -404,16 +403,8 @@ class InProcessRankSet(RankSet):
     user's batch, finds no group, as in every process that judges.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        lane: Lane,
-        collective_timeout: float,
-        environment: tuple[tuple[str, str], ...] | None = None,
-        devices: tuple[str, ...] | None = None,
-        method: str = "forkserver",
-    ) -> None:
-        super().__init__(layout, lane, COLLECTIVE_TIMEOUT, environment, devices, method)
+    def __init__(self, layout: Layout, lane: Lane, collective_timeout: float, *more: Any) -> None:
+        super().__init__(layout, lane, COLLECTIVE_TIMEOUT, *more)
         self._own_timeout = collective_timeout
         self._rank_0: Rank | None = None
         self._group: object = None
@@ -451,7 +442,7 @@ class InProcessRankSet(RankSet):
                     self._kill_others()
 
     def _work_of_rank_0(self) -> Iterator[Any]:
-        _, work = pickling.split(self._work)
+        *_, work = pickling.split(self._work)
         outside = process_state.capture()
         process_state.set_environment({**outside.environment, **self._rank_0_environment})
         before = process_state.capture()

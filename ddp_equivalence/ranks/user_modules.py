@@ -46,7 +46,7 @@ from ddp_equivalence.ranks.module_contents import (
     Rows,
     Step,
 )
-from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
+from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, Surroundings
 from ddp_equivalence.ranks.process_tree import children_allowed
 from ddp_equivalence.ranks.server import (
     empty_main_module,
@@ -70,9 +70,7 @@ class Request:
 
     names: Sequence[str]
     described: frozenset[str]
-    import_path: Sequence[str]
-    working_folder: str
-    environment: Mapping[bytes, bytes]
+    surroundings: Surroundings
 
 
 @dataclass(frozen=True)
@@ -133,10 +131,8 @@ def _main(request: Request, sender: Connection) -> None:
     with open(os.devnull, "r+b") as nowhere:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere.fileno(), descriptor)
-    process_state.set_environment(request.environment)
-    sys.path[:] = request.import_path
     with suppress(OSError):
-        os.chdir(request.working_folder)
+        request.surroundings.adopt({})
     watch, alone = ImportWatch(), Contents()
 
     def describe_alone(module: ModuleType) -> None:
@@ -349,9 +345,11 @@ def _freshly_imported(
     names: frozenset[str], modules: Mapping[str, ModuleType]
 ) -> FreshImport | None:
     """What a fresh import of these modules gives, as found now or earlier."""
-    environment = environment_variables()
+    surroundings = Surroundings.here()
     ignored = tuple(map(os.fsencode, IGNORED_VARIABLES))
-    variables = {item for item in environment.items() if not item[0].startswith(ignored)}
+    variables = {
+        item for item in surroundings.environment.items() if not item[0].startswith(ignored)
+    }
     key = names, frozenset(variables)
     files = {name: _file(module) for name, module in modules.items()}
     fresh, read = _known.get(key, (None, {}))
@@ -362,9 +360,7 @@ def _freshly_imported(
     request = Request(
         names=[name for name in modules if name in names],  # as this process imported them
         described=frozenset(modules),
-        import_path=list(sys.path),
-        working_folder=os.getcwd(),
-        environment=environment,
+        surroundings=surroundings,
     )
     fresh = import_freshly(request)
     if fresh is not None:
@@ -442,7 +438,7 @@ class ImportWatch:
         self.after_each: Callable[[ModuleType], object] = lambda module: None
         self.after_import: Callable[[], object] | None = None
         self._depth = 0
-        self._in_library = False
+        self._libraries: set[str] = set()
 
     def start(self) -> None:
         """Watch all imports from now on."""
@@ -462,15 +458,17 @@ class ImportWatch:
 
     def _import_of_library(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
         """What an import of an installed package changes in the process is no step's change."""
-        if self._in_library:
+        is_outermost = not self._libraries
+        self._libraries.add(module.__name__.partition(".")[0])
+        if not is_outermost:
             load(module)
             return
-        self._in_library = True
         try:
             with process_state.changed_by_import():
                 load(module)
         finally:
-            self._in_library = False
+            process_state.libraries.note(self._libraries)
+            self._libraries = set()
 
     def _import_of_user(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
         self._depth += 1

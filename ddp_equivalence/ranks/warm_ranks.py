@@ -146,7 +146,8 @@ class WarmRanks:
         if locks is None:
             yield cuda_devices() if key.lane.device_type == "cuda" else ()
             return
-        with locks.hold(key.layout, key.lane, self.devices_of(key)) as devices:
+        preferred = [devices for idle_key, devices in self._idle if idle_key == key]
+        with locks.hold(key.layout, key.lane, preferred) as devices:
             yield devices
 
     def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
@@ -201,18 +202,14 @@ class WarmRanks:
             return None
         return rank_set
 
-    def devices_of(self, key: RankSetKey) -> list[Devices]:
-        """The GPUs of the sets that can be used for this key."""
-        return [devices for idle_key, devices in self._idle if idle_key == key]
-
     def idle(self) -> list[RankSet]:
         """The idle sets, first the one that was idle longest."""
         return list(self._idle.values())
 
     def make_room(self, key: RankSetKey, devices: Devices) -> None:
         """Stop idle sets until there are few enough ranks with those of the new set."""
-        most = min(MAX_IDLE_RANKS, _max_ranks())
-        while self._idle and self._count() + key.layout.world_size > most:
+        most = min(MAX_IDLE_RANKS, _max_ranks()) - key.layout.world_size
+        while self._idle and sum(one.layout.world_size for one in self.idle()) > most:
             self.stop_oldest()
         if key.in_process:  # this process can be a rank of only one set at a time
             for idle_key in [idle_key for idle_key in self._idle if idle_key[0].in_process]:
@@ -262,9 +259,6 @@ class WarmRanks:
         """The idle sets on this GPU, with their processes there; first that idle longest."""
         found = {idle_key: idle_key[0].processes_on(idle_key[1])[gpu] for idle_key in self._idle}
         return {idle_key: processes for idle_key, processes in found.items() if processes}
-
-    def _count(self) -> int:
-        return sum(rank_set.layout.world_size for rank_set in self._idle.values())
 
 
 def _max_ranks() -> int:

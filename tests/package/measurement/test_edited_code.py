@@ -136,7 +136,7 @@ def test_a_function_that_was_sent_by_value_runs_as_edited(
     module = module_of(tmp_path, monkeypatch, FUNCTIONS[kind])
     module.__dict__["__name__"] = "users_code"
     edited = edit(module, *change_of(kind))
-    _, work = pickling.split(pickling.dumps(_called, module.call))
+    *_, work = pickling.split(pickling.dumps(_called, module.call))
     monkeypatch.delitem(sys.modules, "users_code")
     _, sent, _ = pickling.loads(work)
     with run_as_edited(edited, (sent,)):

@@ -68,9 +68,10 @@ print(judge())
 
 SCRIPTS = {
     "daemonic processes": (IN_A_POOL, "same same same"),
-    "forks": (IN_FORKS, "same same 0 same 0 same"),
-    "threads": (IN_THREADS, " ".join(["same"] * 5)),
-    "a fork while a check runs": (FORKED_WHILE_A_CHECK_RUNS, "same 0 same"),
+    "forks and threads": (
+        FORKED_WHILE_A_CHECK_RUNS + IN_FORKS + IN_THREADS,
+        "same 0 same " + "same same 0 same 0 same " + "same " * 5,
+    ),
 }
 
 

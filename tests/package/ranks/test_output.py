@@ -55,12 +55,9 @@ def test_prints(equivalence):
 """
 
 
-@pytest.mark.parametrize("arguments", [("--capture=fd",), ("-n", "1")], ids=" ".join)
-def test_the_output_of_each_rank_is_with_its_test_under_every_capture_mode(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+def test_the_output_of_each_rank_is_with_its_test_in_a_worker_of_xdist_too(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(THEIR_TEST + PRINTS)
-    code, text = run(tmp_path, *arguments, "-k", "test_prints")
+    code, text = run(tmp_path, "-n", "1", "-k", "test_prints")
     assert code == 1, text
     for rank in (0, 1):
         section = text.partition(f"output of rank {rank} (node 0)")[2]

@@ -48,7 +48,7 @@ def from_a_default(value: float = 1.0) -> float:
 
 def unpickled(function: Callable[[], Any]) -> Callable[[], Any]:
     """The function as a rank receives it."""
-    _, work = pickling.split(pickling.dumps(function, None))
+    *_, work = pickling.split(pickling.dumps(function, None))
     received, _, _ = pickling.loads(work)
     return received
 

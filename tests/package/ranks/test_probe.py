@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +12,10 @@ import torch.distributed as dist
 
 from ddp_equivalence import Rank
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import probe as probe_module
 from ddp_equivalence.ranks.lanes import choose
 from ddp_equivalence.ranks.probe import (
     ProbeResult,
     probe_ranks,
-    probe_ranks_once,
     run,
     summarise_refusals,
 )
@@ -144,20 +141,3 @@ def test_a_collective_that_only_some_ranks_refuse_is_wrong() -> None:
     probed = results("1x2", probe_with("all_reduce", not_on_rank_1))
     wrong = {result.collective: result.detail for result in probed if result.wrong}
     assert wrong["all_reduce sum of 1031 float64 on 2 ranks"] == "refused on some ranks only"
-
-
-def test_a_lane_is_probed_once_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed: list[object] = []
-    result = ProbeResult("all_reduce", correct=True)
-
-    def count(ranks: Any) -> tuple[ProbeResult, ...]:
-        probed.append(ranks.layout.name)
-        return (result,)
-
-    monkeypatch.setattr(probe_module, "_known", {})
-    monkeypatch.setattr(probe_module, "probe_ranks", count)
-    for layout in ("1x2", "2x1", "1x2", "1+2"):
-        parsed = parse(layout)
-        ranks: Any = SimpleNamespace(layout=parsed)
-        assert probe_ranks_once(ranks, parsed, choose(parsed, "gloo")) == (result,)
-    assert probed == ["1x2", "1+2"]

@@ -27,7 +27,6 @@ ROUNDS = int(os.environ.get("SIGNAL_ROUNDS", "1"))
 MOMENTS = {
     "while the fork server imports": ("the fork server starts", 2.0),
     "while ranks start": ("2x1 begins", 0.2),
-    "while ranks work": ("ranks work", 0.05),
     "at the end": ("2x1 ends", 0.5),
 }
 """Moment -> the event at its begin, and the seconds within which the signal is sent."""

@@ -266,7 +266,7 @@ def test_the_start_method_is_that_of_a_script_and_a_choice_does_not_reach_the_ne
 
 def test_rank_0_in_this_process_may_start_workers_too() -> None:
     before = {child.pid for child in psutil.Process().children()}
-    for name in ("a class of rows", "spawn pool", "abandoned"):
+    for name in ("a class of rows", "abandoned"):
         verdict = check(own_case(), STEPS[name], in_process=True)
         assert verdict.outcome == "same", str(verdict)
         assert not verdict.changed

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.package import someone_elses_run
 
 HELPER = """
@@ -98,15 +96,10 @@ def test_a_module_that_pytest_patches_and_rewrites_is_judged_as_patched(tmp_path
     assert (status, "4 passed" in output) == (0, True), output
 
 
-@pytest.mark.parametrize(
-    ("setting", "status"), [("train.AVERAGE = False\n", 1), ("del train.AVERAGE\n", 3)]
-)
-def test_a_file_that_changes_a_module_beside_it_is_judged_with_the_change(
-    tmp_path: Path, setting: str, status: int
-) -> None:
+def test_a_file_that_changes_a_module_beside_it_is_judged_with_the_change(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HELPER)
     start = "import train\nfrom train import reduce_gradients\n"
-    (tmp_path / "mine.py").write_text(start + setting + CASE)
+    (tmp_path / "mine.py").write_text(start + "train.AVERAGE = False\n" + CASE)
     done = subprocess.run(
         [sys.executable, "-m", "ddp_equivalence", "check", "mine.py"],
         cwd=tmp_path,
@@ -116,4 +109,4 @@ def test_a_file_that_changes_a_module_beside_it_is_judged_with_the_change(
         check=False,
         timeout=someone_elses_run.LONGEST,
     )
-    assert done.returncode == status, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr

@@ -11,14 +11,13 @@ import pytest
 from ddp_equivalence.commands.doctor.command import problem_lines
 from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
 from ddp_equivalence.commands.doctor.problems import Problem, problems
-from ddp_equivalence.ranks.gpus import PACKAGE_MISSING, PROBLEMS, GpuProcess, NvmlState
+from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu
 
 ROOT = Path(__file__).parents[4]
 
-STATES = dict(PROBLEMS.values()) | {NvmlState.NO_PACKAGE: PACKAGE_MISSING}
 NO_PERMISSION, NO_DRIVER, NO_LIBRARY, MISMATCH, NO_PACKAGE = (
-    {"nvml": state, "problem": STATES[state]}
+    {"nvml": state, "problem": str(state)}
     for state in (
         NvmlState.NO_PERMISSION,
         NvmlState.NO_DRIVER,

@@ -37,7 +37,7 @@ class FakeGpu:
 def fake_nvml(
     *gpus: FakeGpu,
     init_error: int | None = None,
-    driver: str | bytes = "580.65.06",
+    driver: str = "580.65.06",
     cuda: int = 13000,
     p2p: Mapping[int, int] | None = None,
 ) -> ModuleType:
@@ -83,9 +83,7 @@ def fake_nvml(
     of_a_gpu = {
         "nvmlDeviceGetName": lambda gpu: "NVIDIA H100 80GB HBM3",
         "nvmlDeviceGetUUID": uuid,
-        "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(
-            busId=f"00000000:1{gpu.number}:00.0".encode()
-        ),
+        "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:1{gpu.number}:00.0"),
         "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
         "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=80 * 2**30, free=gpu.free),
         "nvmlDeviceGetComputeMode": lambda gpu: gpu.compute_mode,

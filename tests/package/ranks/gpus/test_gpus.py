@@ -107,10 +107,6 @@ def test_nvml_is_not_asked_about_rocm(ask: Any, monkeypatch: pytest.MonkeyPatch)
     assert (box.gpus, box.nvml) == ((), NvmlState.ROCM)
 
 
-def test_text_may_come_as_bytes(ask: Any) -> None:
-    assert ask(fake_nvml(FakeGpu(0), driver=b"580.65.06")).driver == "580.65.06"
-
-
 def test_an_older_driver(ask: Any) -> None:
     assert ask(fake_nvml(cuda=12080)).cuda_of_driver == "12.8"
 
