@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
+from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,8 +54,7 @@ def is_pickled_by_value(value: Any) -> bool:
 
 def modules_pickled_by_value() -> list[ModuleType]:
     """All imported modules that the ranks could not import."""
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    return [module for module in modules if _module_by_value(module)]
+    return [sys.modules[name] for name in _users_modules()[1]]
 
 
 def is_user_module(module: object) -> bool:
@@ -72,16 +72,22 @@ def is_user_module(module: object) -> bool:
 
 def imported_user_modules() -> dict[str, ModuleType]:
     """The user's modules that this process has imported and the ranks can import, by name."""
-    global _user_modules
-    names = tuple(sys.modules)
-    if _user_modules[0] != names:
-        found = [name for name in names if is_user_module(sys.modules.get(name))]
-        _user_modules = names, found
-    return {name: sys.modules[name] for name in _user_modules[1]}
+    return {name: sys.modules[name] for name in _users_modules()[0]}
 
 
-_user_modules: tuple[tuple[str, ...], list[str]] = ((), [])
-"""The names of all imported modules, and of those among them that are the user's."""
+def _users_modules() -> tuple[list[str], list[str]]:
+    """The names of the imported modules that the ranks can import, and of those they cannot."""
+    global _scanned
+    present = list(sys.modules.values())
+    if len(present) != len(_scanned[0]) or not all(map(is_, present, _scanned[0])):
+        modules = [one for one in present if isinstance(one, ModuleType)]
+        by_value = {module.__name__ for module in modules if _module_by_value(module)}
+        _scanned = present, [one.__name__ for one in modules if is_user_module(one)], list(by_value)
+    return _scanned[1:]
+
+
+_scanned: tuple[list[Any], list[str], list[str]] = ([], [], [])
+"""All imported modules, as they were when ``_users_modules`` looked at them, and what it found."""
 
 
 def _module_by_value(module: ModuleType) -> bool:

@@ -19,7 +19,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from importlib import import_module
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,13 +53,7 @@ CONSTANTS: frozenset[type] = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype)
 )
 
-PARTS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
-    property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-}
-
-DESCRIPTORS = tuple(PARTS_OF_DESCRIPTORS)
+DESCRIPTORS = (staticmethod, classmethod, property)
 
 DEFAULTS = ("__defaults__", "__kwdefaults__")
 
@@ -78,9 +79,7 @@ def held(owner: Any) -> dict[Step, Any]:
     if isinstance(owner, ContextVar):
         return {(ATTRIBUTE, "value"): owner.get()} if owner in copy_context() else {}
     if isinstance(owner, DESCRIPTORS):
-        parts = next(
-            names for kind, names in PARTS_OF_DESCRIPTORS.items() if isinstance(owner, kind)
-        )
+        parts = ("fget", "fset", "fdel") if isinstance(owner, property) else ("__func__",)
         return {(ATTRIBUTE, name): getattr(owner, name) for name in parts}
     if isinstance(owner, dict | MappingProxyType):
         pairs = contents(owner)
@@ -114,14 +113,15 @@ def hold(owner: Any, wanted: Mapping[Step, Any]) -> None:
         if kind == ATTRIBUTE:
             _set(owner, key, value)
         elif kind == CELL:
-            owner.__closure__[key].cell_contents = value
+            _set(owner.__closure__[key], "cell_contents", value)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, or delete it if the value is ``MISSING``, whatever its class does then."""
     if isinstance(owner, ContextVar):
-        owner.set(value)
-    elif isinstance(owner, type | FunctionType) or name in _slots(owner):
+        if value is not MISSING:  # nothing can take its value away
+            owner.set(value)
+    elif isinstance(owner, type | FunctionType | CellType) or name in _slots(owner):
         base: Any = type if isinstance(owner, type) else object
         if value is MISSING:
             base.__delattr__(owner, name)
@@ -160,9 +160,12 @@ def text(path: Path) -> str:
     """The path as a user writes it, such as ``train.SETTINGS['average']``."""
     words = [path[0]]
     for kind, key in path[1:]:
-        part = f"[{('key', 'value')[key % 2]} {key // 2}]" if kind == PART else ""
-        cell = f".__closure__[{key}]"
-        words.append({ATTRIBUTE: f".{key}", ITEM: f"[{key!r}]", CELL: cell, PART: part}[kind])
+        if kind == PART:
+            words.append(f"[{('key', 'value')[key % 2]} {key // 2}]")
+        elif kind == CELL:
+            words.append(f".__closure__[{key}]")
+        else:
+            words.append(f".{key}" if kind == ATTRIBUTE else f"[{key!r}]")
     return "".join(words)
 
 

@@ -495,8 +495,6 @@ TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 def torchs_precision() -> tuple[str, str]:
     """Torch's setting for products and for convolutions, such as ``tf32`` or ``ieee``."""
-    import torch
-
     read = attrgetter("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision")
     products, convolutions = read(torch.backends)
     return products, convolutions
@@ -517,41 +515,35 @@ class _GroupOfAScript:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._world: Any = dist.group.WORLD
+        self.world: Any = dist.group.WORLD
         self._groups = existing_groups()
-        self.was_started = False
+        self._was_started = False
 
-    def can_be_started(self) -> bool:
-        """True if a script would have no group now."""
-        return not self.was_started or dist.group.WORLD is None
+    def start(self, given: Mapping[str, Any]) -> str | None:
+        """Start the group. None if a script would have one now, else what is wrong, or "".
 
-    def start(self, rank: int, world_size: int) -> str:
-        """Returns what is wrong if the script asks for another rank or number of ranks, else ""."""
-        for name, asked, own in (
-            ("rank", rank, self._rank.rank),
-            ("world_size", world_size, self._rank.world_size),
-        ):
-            if asked not in (-1, own):
+        A script may not ask for another rank or number of ranks.
+        """
+        if self._was_started and dist.group.WORLD is not None:
+            return None
+        for name, own in (("rank", self._rank.rank), ("world_size", self._rank.world_size)):
+            if (asked := int(given.get(name, -1))) not in (-1, own):
                 return (
                     f"init_process_group({name}={asked}) on a rank that has {name} {own}: leave "
                     f"{name} out, or take it from the argument rank of the step"
                 )
-        self.was_started = True
-        set_world(self._world)
+        self._was_started = True
+        set_world(self.world)
         return ""
 
     def end(self, destroy: Any) -> None:
         """Hide the rank's group, and destroy those that the step has made with ``destroy``."""
-        if not self.was_started:
+        if not self._was_started:
             _report_early_destruction()
         for number, group in existing_groups().items():
             if number not in self._groups:
                 destroy(group)
         set_world(None)
-
-    def restore(self) -> None:
-        """Give the rank its group again."""
-        set_world(self._world)
 
 
 _current: list[_GroupOfAScript] = []
@@ -571,7 +563,7 @@ def as_a_script_has_them(rank: Rank) -> Iterator[None]:
     try:
         yield
     finally:
-        _current.pop().restore()
+        set_world(_current.pop().world)
         for name, function in originals.items():
             _set(name, function)
 
@@ -589,13 +581,12 @@ def replace_functions() -> None:
     @wraps(init)
     @counts_as_torch
     def init_process_group(*arguments: Any, **keywords: Any) -> None:
-        if not _current or not _current[-1].can_be_started():
-            init(*arguments, **keywords)  # torch says what is wrong with a second call
-            return
         # init_process_group(backend, init_method, timeout, world_size, rank, ...)
         given = dict(zip(("world_size", "rank"), arguments[3:5], strict=False)) | keywords
-        wrong = _current[-1].start(int(given.get("rank", -1)), int(given.get("world_size", -1)))
-        if wrong:
+        wrong = _current[-1].start(given) if _current else None
+        if wrong is None:
+            init(*arguments, **keywords)  # torch says what is wrong with a second call
+        elif wrong:
             raise ValueError(wrong)
 
     @wraps(destroy)

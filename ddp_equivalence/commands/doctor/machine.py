@@ -44,7 +44,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine that this process runs on. CUDA is not initialised."""
+    """The machine that this process runs on."""
     variable = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
     return Machine(
         gpus=gpus(),

@@ -22,10 +22,13 @@ class WithSlots:
 
 
 def counting() -> Any:
-    count = 0
+    count, unset = 0, 0
+    del unset
 
     def count_up(step: int = 1) -> int:
-        nonlocal count
+        nonlocal count, unset
+        if step == 2:
+            unset = 1
         count += step
         return count
 
