@@ -57,10 +57,10 @@ class Measurement:
     comparison: Comparison
     evidence: Mapping[int, Evidence]
     measured: Mapping[int, Mapping[GradientKey, Tensor]]
-    output: Mapping[int, str]
-    changed: Mapping[int, tuple[str, ...]]
-    changes_error: RankFailed | None
-    outdated: bool
+    output: Mapping[int, str] = field(default_factory=dict)
+    changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    changes_error: RankFailed | None = None
+    outdated: bool = False
 
 
 @contextmanager

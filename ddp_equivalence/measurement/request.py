@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypedDict
 
 import torch
@@ -63,19 +63,19 @@ class Request:
 
     case: Case
     step: Step | str
-    strategy: Strategy | None
-    compare: Compare
-    training: Training
-    seeds: Seeds
-    steps: Steps
     lane: Lane
     deadline: float
     collective_deadline: float
-    fresh: bool
-    in_process: bool
-    allow_changes: bool
-    second_look: bool
-    plant: str
+    strategy: Strategy | None = None
+    compare: Compare = "gradients"
+    training: Training = field(default_factory=Training)
+    seeds: Seeds = "alike"
+    steps: Steps = 1
+    fresh: bool = False
+    in_process: bool = False
+    allow_changes: bool = False
+    second_look: bool = False
+    plant: str = ""
     at_each_step: bool = False
     after_clipping: bool = False
     read_order: tuple[int, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.training import GradientKey, Training
+from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.comparison import Comparator, chunks
 from ddp_equivalence.comparison.gradients import ElementSample, describe, digest
 from ddp_equivalence.comparison.rounding import (
@@ -45,7 +44,7 @@ from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_of_divergences
 from ddp_equivalence.diagnosis.where.relations import Sharing
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, Operations
-from ddp_equivalence.measurement.measure import Measurement, OneRank, finished
+from ddp_equivalence.measurement.measure import Measurement, OneRank, autocast_of, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence
@@ -65,7 +64,7 @@ from ddp_equivalence.observed_scripts.not_comparable import (
     unfaithful,
     wrong_though_averaged,
 )
-from ddp_equivalence.observed_scripts.oracle import CannotReplay, order_of
+from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, GradientKind
 from ddp_equivalence.observed_scripts.seen_in_record import (
     OF_BATCH_NORM,
@@ -292,11 +291,6 @@ class Script:
         return Lane(self.backend, self.backend, "cpu", reason=reason)
 
 
-def name_of_script(command: tuple[str, ...], main: str) -> str:
-    """What reports call the script: the name of its file, or of the command."""
-    return os.path.basename(main or command[0])
-
-
 def request_of(script: Script, case: Case) -> Request:
     """What ``check`` would be asked, if the script were a step."""
 
@@ -307,19 +301,10 @@ def request_of(script: Script, case: Case) -> Request:
     return Request(
         case=case,
         step=step,
-        strategy=None,
-        compare="gradients",
-        training=Training(),
-        seeds="alike",
-        steps=1,
         lane=script.lane,
         deadline=script.seconds,
         collective_deadline=script.seconds,
-        fresh=False,
-        in_process=False,
         allow_changes=True,
-        second_look=False,
-        plant="",
     )
 
 
@@ -347,29 +332,16 @@ def measured(
             if gradient is not None and key in sample.sizes
         }
         evidence[rank] = _evidence(step, rank, gradients)
-    names = {name for rank in evidence for name in step.of_rank(rank).autocast}
-    autocast = max(
-        (AUTOCAST[name] for name in names if name in AUTOCAST),
-        key=lambda dtype: torch.finfo(dtype).eps,
-        default=None,
-    )
-    if reference.lowest_dtype is torch.float64:
-        autocast = None
-    return Measurement(
-        comparison=finished(comparator, expected, tolerance, autocast),
-        evidence=evidence,
-        measured=sampled,
-        output={},
-        changed={},
-        changes_error=None,
-        outdated=False,
-    )
+    autocast = None  # it does nothing in float64
+    if reference.lowest_dtype is not torch.float64:
+        autocast = autocast_of(evidence)
+    return Measurement(finished(comparator, expected, tolerance, autocast), evidence, sampled)
 
 
 def _evidence(
     step: ObservedStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
 ) -> Evidence:
-    recorded = step.of_rank(rank)
+    entered = step.of_rank(rank).autocast
     return Evidence(
         examples=(step.rows_by_rank[rank],),
         data=step.digests_of_rows(rank),
@@ -378,7 +350,7 @@ def _evidence(
         collectives=None,
         device="cpu",
         gradients=describe(gradients),
-        autocast=frozenset(("cpu", AUTOCAST[one]) for one in recorded.autocast if one in AUTOCAST),
+        autocast=frozenset(("cpu", AUTOCAST[name]) for name in entered if name in AUTOCAST),
     )
 
 
@@ -561,7 +533,7 @@ def _beside(
     eps = max(torch.finfo(getattr(torch, name)).eps for name in dtypes)
     if eps > COARSEST:
         return None
-    order = order_of(step.record, oracle.arrangement, step.group, step.rows)
+    order = oracle.order_of(step.group, step.rows)
     if sorted(order) != sorted(range(len(step.rows))):
         return None  # some rows are in several micro-batches
     place = {row: number for number, row in enumerate(order)}

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,14 +61,21 @@ RANK_PREFIX = re.compile(r"^\[(rank)?\d+\]:( |$)")
 
 
 class Running:
-    """The command while it runs. ``log``: the file with all that it prints.
+    """The command while it runs, in the user's folder or in a copy of it beside the log.
+    ``log``: the file with all that it prints.
 
     Its temporary files have a folder of their own: it is ended at some step, and cannot delete
     them itself.
     """
 
-    def __init__(self, command: Sequence[str], told: Told, at: Path, log: Path) -> None:
-        self.command, self.log = tuple(command), log
+    def __init__(self, command: Sequence[str], told: Told, log: Path) -> None:
+        folder = at = Path(told.options.folder)
+        if not told.options.in_place:
+            at = log.parent / "working_folder"
+            told = replace(told, working_folder=str(at))
+            if not at.exists():
+                copy_of_links(folder, at)
+        self.command, self.log = with_own_scripts(command, folder), log
         self._settings = log.with_suffix(".told")
         told.write(self._settings)
         self._output = log.open("wb")

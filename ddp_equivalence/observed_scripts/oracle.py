@@ -54,17 +54,14 @@ class CannotReplay(Exception):
 
 
 class RunningScript:
-    """``command``: trains in one process. ``at``: the folder to run it in. ``log``: the file for
-    what it prints. ``told``: what its processes are told. ``deadline``: the seconds that one answer
-    may take. ``answered``: how many queries it has answered since it was started. ``first``: the
-    one that it was asked first, since then.
+    """``command``: trains in one process. ``log``: the file for what it prints. ``told``: what its
+    processes are told. ``answered``: how many queries it has answered since it was started.
+    ``first``: the one that it was asked first, since then.
     """
 
-    def __init__(
-        self, command: Sequence[str], at: Path, log: Path, told: Told, deadline: float
-    ) -> None:
-        self._command, self._at, self._log = tuple(command), at, log
-        self._told, self._deadline = told, deadline
+    def __init__(self, command: Sequence[str], log: Path, told: Told) -> None:
+        self.command, self._log, self._told = tuple(command), log, told
+        self._deadline = told.options.deadline  # of one answer
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(told.socket)
         self._listener.listen()
@@ -72,10 +69,11 @@ class RunningScript:
         self._connections: list[Connection] = []
         self._asks: Connection | None = None
         self.first: Query | None = None
-        self.answered = 0
+        self.answered, self.closed = 0, False
 
     def close(self) -> None:
-        """End it for good."""
+        """End it for good. What it has answered stays known."""
+        self.closed = True
         self.stop()
         self._listener.close()
 
@@ -123,7 +121,7 @@ class RunningScript:
         Raises CannotReplay if it takes too long, or has ended without an answer.
         """
         if self._running is None:
-            self._running = Running(self._command, self._told, self._at, self._log)
+            self._running = Running(self.command, self._told, self._log)
             self.first, self.answered = None, 0
         while time.monotonic() - started <= self._deadline:
             is_over = self._running.exit_code is not None  # asked first: it may have sent something
@@ -153,7 +151,8 @@ class RunningScript:
         assert self._running is not None
         end = self._running.last_words_at_its_end()
         given = ""
-        if self._told.feed == "calls" and self.first is not None:
+        by_calls = Record(Path(self._told.folder)).feed == "calls"
+        if by_calls and self.first is not None:
             given = (
                 ", after its model had been given the rows of all ranks: what the script combines "
                 "with them may be of its own rows, since it has no DataLoader"
@@ -177,56 +176,6 @@ on the ranks, where one process has equal ones.
 """
 
 
-def arranged(
-    record: Record, arrangement: Arrangement, group: tuple[int, ...], rows: Sequence[Row]
-) -> tuple[tuple[Piece, ...], ...]:
-    """The micro-batches in which the script is given these rows of a group of steps."""
-    counts = {
-        (rank, number): count
-        for rank in range(record.world_size)
-        for number, count in enumerate(record.counts(rank, group))
-    }
-    arrangement = arrangement_of(record, arrangement, group)
-    each = most_micro_batches(record, group)
-    units: dict[tuple[int, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        one_by_one = row.micro_batch, row.rank
-        unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: ()}.get(arrangement, one_by_one[:1])
-        units[unit].append(row)
-    wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * record.world_size)
-    taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items())]
-    if wanted % len(taken):
-        taken = [pieces_of(rows, counts)]
-    return tuple(taken * (wanted // len(taken)))
-
-
-def order_of(
-    record: Record, arrangement: Arrangement, group: tuple[int, ...], rows: Sequence[Row]
-) -> list[int]:
-    """The numbers of these rows in the order in which the script is given them."""
-    numbers: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
-    for number, row in enumerate(rows):
-        numbers[row.rank, row.micro_batch][row.row] = number
-    order: list[int] = []
-    for piece in chain.from_iterable(arranged(record, arrangement, group, rows)):
-        known = numbers[piece.rank, piece.micro_batch]
-        order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
-    return order
-
-
-def arrangement_of(record: Record, arrangement: Arrangement, group: tuple[int, ...]) -> Arrangement:
-    """The arrangement for a group of steps."""
-    if arrangement != ONE_AFTER_THE_OTHER:
-        return arrangement
-    counts = {count for rank in range(record.world_size) for count in record.counts(rank, group)}
-    return ONE_AFTER_THE_OTHER if len(counts) == 1 else JOINED_AND_REPEATED
-
-
-def most_micro_batches(record: Record, group: tuple[int, ...]) -> int:
-    """How many micro-batches the rank has that has most."""
-    return max(len(record.counts(rank, group)) for rank in range(record.world_size))
-
-
 # The script runs once, and computes the gradient of other rows in each of its steps.
 
 MOST_TURNS = 12
@@ -240,44 +189,22 @@ MOST_BYTES = 4 << 30
 
 
 class Oracle:
-    """``command``: trains in one process. ``at``: the folder to run it in.
-    ``log``: the file for what it prints. ``record``: of the ranks. ``told``: what its
-    processes are told. ``deadline``: the seconds that one answer may take. ``arrangement``: the one
-    to begin with; ``arrangements``: those of all answers. ``row_order``: as in ``Query``, may be
-    changed. ``keeps``: from now on, a process is kept at the beginning of each step.
+    """``script``: runs in one process. ``record``: of the ranks. ``arrangement``: the one to begin
+    with; ``arrangements``: those of all answers. ``row_order``: as in ``Query``, may be changed.
+    ``keeps``: from now on, a process is kept at the beginning of each step.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        at: Path,
-        log: Path,
-        record: Record,
-        told: Told,
-        deadline: float,
-        arrangement: Arrangement = SIDE_BY_SIDE,
-    ) -> None:
-        self.command, self._record = tuple(command), record
-        self._script = RunningScript(command, at, log, told, deadline)
-        self._closed = False
+    def __init__(self, script: RunningScript, record: Record, arrangement: Arrangement) -> None:
+        self.script, self._record, self.arrangement = script, record, arrangement
+        self._ranks = range(record.world_size)
         self._answers: dict[tuple[object, ...], Answer] = {}
         self._refused: dict[tuple[object, ...], CannotReplay] = {}
         self._number = 0
-        self.arrangement = arrangement
         self.missed: dict[str, int] = {}
         self.alike: dict[str, None] = {}
         self.row_order: RowOrder = "by row"
         self.arrangements: set[Arrangement] = set()
         self.keeps = False
-
-    def close(self) -> None:
-        """End the script. What it has answered stays known."""
-        self._closed = True
-        self._script.close()
-
-    def stop(self) -> None:
-        """End the script, which takes no port any more. The next question starts it again."""
-        self._script.stop()
 
     # --- questions
 
@@ -345,14 +272,14 @@ class Oracle:
         state: State = OF_RECORD,
         kept: bool = True,
     ) -> Answer:
-        if self._closed:
+        if self.script.closed:
             raise CannotReplay("the script has been ended")
         is_epoch = self._record.is_cut_short(group)
         for _ in range(3):
-            micro_batches = arranged(self._record, self.arrangement, group, rows)
+            micro_batches = self._arranged(group, rows)
             self._number += 1
-            if self._script.first is not None and self._script.first.is_epoch and not is_epoch:
-                self._script.stop()  # it may have taken the length of that epoch for good
+            if self.script.first is not None and self.script.first.is_epoch and not is_epoch:
+                self.script.stop()  # it may have taken the length of that epoch for good
             query = Query(
                 self._number,
                 group,
@@ -364,12 +291,12 @@ class Oracle:
                 state=state,
                 keep=self.keeps and kept,
             )
-            answer = (self._script.answer_of_kept(query) if kept else None) or self._ask(query)
+            answer = (self.script.answer_of_kept(query) if kept else None) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
             wanted = self._wanted(group, len(micro_batches))
             if found == wanted:
                 self._require_rows(group, rows, answer)
-                self.arrangements.add(arrangement_of(self._record, self.arrangement, group))
+                self.arrangements.add(self._arrangement_of(group))
                 return answer
             if is_epoch or not self._other_arrangement(found, group):
                 break
@@ -382,6 +309,41 @@ class Oracle:
             f"{_times(sum(wanted))} were expected{fewer if sum(found) > sum(wanted) else ''}"
         )
 
+    def _arranged(
+        self, group: tuple[int, ...], rows: Sequence[Row]
+    ) -> tuple[tuple[Piece, ...], ...]:
+        """The micro-batches in which the script is given these rows of a group of steps."""
+        by_rank = [self._record.counts(rank, group) for rank in self._ranks]
+        counts = {(r, n): count for r, of in enumerate(by_rank) for n, count in enumerate(of)}
+        arrangement, each = self._arrangement_of(group), max(map(len, by_rank))
+        units: dict[tuple[int, ...], list[Row]] = defaultdict(list)
+        for row in rows:
+            one_by_one = row.micro_batch, row.rank
+            unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: ()}.get(arrangement, one_by_one[:1])
+            units[unit].append(row)
+        wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * len(self._ranks))
+        taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items())]
+        if wanted % len(taken):
+            taken = [pieces_of(rows, counts)]
+        return tuple(taken * (wanted // len(taken)))
+
+    def _arrangement_of(self, group: tuple[int, ...]) -> Arrangement:
+        if self.arrangement != ONE_AFTER_THE_OTHER:
+            return self.arrangement
+        counts = {count for rank in self._ranks for count in self._record.counts(rank, group)}
+        return ONE_AFTER_THE_OTHER if len(counts) == 1 else JOINED_AND_REPEATED
+
+    def order_of(self, group: tuple[int, ...], rows: Sequence[Row]) -> list[int]:
+        """The numbers of these rows in the order in which the script is given them."""
+        numbers: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
+        for number, row in enumerate(rows):
+            numbers[row.rank, row.micro_batch][row.row] = number
+        order: list[int] = []
+        for piece in chain.from_iterable(self._arranged(group, rows)):
+            known = numbers[piece.rank, piece.micro_batch]
+            order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
+        return order
+
     def _is_everything(self, group: tuple[int, ...], rows: Sequence[Row]) -> bool:
         return sorted(map(repr, rows)) == sorted(map(repr, self._record.rows(group)))
 
@@ -389,11 +351,10 @@ class Oracle:
         """Raises CannotReplay if all rows were asked for, and the model was called with others."""
         if not self._is_everything(group, rows):
             return
-        joined = arrangement_of(self._record, self.arrangement, group) == JOINED_AND_REPEATED
-        times = self._record.world_size if joined else 1
+        joined = self._arrangement_of(group) == JOINED_AND_REPEATED
+        times = len(self._ranks) if joined else 1
         for number, step in zip(group, answer.steps, strict=True):
-            ranks = range(self._record.world_size)
-            wanted = sum(self._record.step(rank, number).rows_of_calls for rank in ranks)
+            wanted = sum(self._record.step(r, number).rows_of_calls for r in self._ranks)
             found = step.rows_of_calls
             if wanted * times != found:
                 raise CannotReplay(
@@ -405,7 +366,7 @@ class Oracle:
         """The backward passes that each step of a group should have."""
         if len(group) == 1:
             per_step = len(self._record.step(0, group[0]).losses)
-            known = most_micro_batches(self._record, group)
+            known = max(len(self._record.counts(rank, group)) for rank in self._ranks)
             return (micro_batches * max(1, per_step // known),)
         return tuple(len(self._record.step(0, number).losses) for number in group)
 
@@ -418,12 +379,12 @@ class Oracle:
             self.arrangement = ONE_AFTER_THE_OTHER
         elif found[0] == 1 and ours > 1:
             self.arrangement = AT_ONCE
-        elif self._script.answered > 1:  # a window at the end of an epoch is shorter
-            self._script.stop()
+        elif self.script.answered > 1:  # a window at the end of an epoch is shorter
+            self.script.stop()
             return True
         else:
             return False
-        self._script.stop()
+        self.script.stop()
         return True
 
     def _is_of_other_parameters(self, query: Query, answer: Answer) -> bool:
@@ -442,25 +403,25 @@ class Oracle:
         restarts = others = given = 0
         started = time.monotonic()
         while True:
-            message = self._script.message(started)
+            message = self.script.message(started)
             if message is None:
                 restarts += 1
-                if restarts > 2 or not (self._script.answered or restarts == 1):
+                if restarts > 2 or not (self.script.answered or restarts == 1):
                     raise CannotReplay(NO_STEP)
-                self._script.stop()
+                self.script.stop()
                 continue
             kind, answer = message
             if kind == "next":
-                self._script.send(query)
+                self.script.send(query)
                 given += 1
                 if given > MOST_TIMES:
-                    self._script.stop()
+                    self.script.stop()
                     raise CannotReplay(f"one process does not compute these rows: {LEFT_OUT}")
             elif kind == "cannot":
-                self._script.stop()
+                self.script.stop()
                 raise CannotReplay(f"{CANNOT_HAVE}: {answer}")
             else:
-                self._script.answered += 1
+                self.script.answered += 1
                 is_answer = answer.number == query.number
                 if is_answer and not self._is_of_other_parameters(query, answer):
                     return answer  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     read_whole,
 )
 from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.told import Feed, Piece
+from ddp_equivalence.observed_scripts.told import Piece
 from ddp_equivalence.report.text import plural
 
 
@@ -72,8 +72,10 @@ class Record:
         return read_step(rank_folder(self.folder, rank), number)
 
     @cached_property
-    def feed(self) -> Feed:
-        """Where a replay can be given rows."""
+    def feed(self) -> Literal["loader", "calls"]:
+        """A replay is given rows where the script's loader yields a batch, or where its model is
+        called.
+        """
         return "loader" if self.steps and self.step(0, self.steps[0]).used else "calls"
 
     @cached_property

@@ -251,15 +251,3 @@ def in_float64(tensor: Tensor) -> Tensor:
     """The tensor, in float64 if it has floats of less."""
     lower = tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.double() if lower else tensor
-
-
-def loaders_of_training(folder: str) -> tuple[int, ...]:
-    """The loaders that the ranks trained with in all recorded steps, by their numbers on rank 0."""
-    known: tuple[int, ...] = ()
-    number = 0
-    while True:
-        try:
-            known = read_step(rank_folder(folder, 0), number).loaders
-        except FileNotFoundError:
-            return known
-        number += 1

@@ -17,7 +17,7 @@ import psutil
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine, is_shown, is_users
 from ddp_equivalence.observed_scripts.in_script.recorder import STACKS
-from ddp_equivalence.observed_scripts.launch import Running, copy_of_links, with_own_scripts
+from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import rank_folder, text_of_line
 from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
@@ -33,75 +33,69 @@ class ScriptFailed(RuntimeError):
     """The script ended, or took too long, before it had made the steps to record."""
 
 
-class Recording:
-    """``command``: trains on the ranks. ``scratch``: a folder for everything that is written."""
+def first_record(
+    command: Sequence[str], options: Options, scratch: Path
+) -> tuple[Record, bool, Ending | None]:
+    """What the ranks that this command starts recorded in ``scratch``, whether they computed in
+    float64, and how the script ended if it did not make all steps. Raises ScriptFailed.
+    """
+    tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
+    found: list[tuple[Record, bool, Ending | None]] = []
+    for float64 in tries[options.precision]:
+        record, end = _recorded(command, options, scratch, float64)
+        found.append((record, float64, end))
+        if record.steps and (end is None or not end.code):
+            break
+    best = max(found, key=lambda one: len(one[0].steps))
+    if not best[0].steps:
+        raise _failed(record, end)
+    return best
 
-    def __init__(self, command: Sequence[str], options: Options, scratch: Path) -> None:
-        self._command, self._options, self._scratch = tuple(command), options, scratch
 
-    def first(self) -> tuple[Record, bool, Ending | None]:
-        """The record of the steps, whether it was made in float64, and how the script ended if it
-        did not make all of them. Raises ScriptFailed.
-        """
-        tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
-        found: list[tuple[Record, bool, Ending | None]] = []
-        for float64 in tries[self._options.precision]:
-            record, end = self._run(float64)
-            found.append((record, float64, end))
-            if record.steps and (end is None or not end.code):
+def another_record(
+    command: Sequence[str],
+    options: Options,
+    scratch: Path,
+    float64: bool,
+    look_at: LookAt | None = None,
+) -> Record:
+    """What the ranks recorded in another run. Raises ScriptFailed."""
+    record, why = _recorded(command, options, scratch, float64, look_at)
+    if not record.steps:
+        raise _failed(record, why)
+    return record
+
+
+def _recorded(
+    command: Sequence[str],
+    options: Options,
+    scratch: Path,
+    float64: bool,
+    look_at: LookAt | None = None,
+) -> tuple[Record, Ending | None]:
+    """The record, and how the script ended before it had made the steps, if it did."""
+    folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=scratch))
+    told = Told("record", str(folder), options, float64, look_at=look_at)
+    running = Running(command, told, folder / "record.log")
+    try:
+        while running.exit_code is None and not _all_done(folder):
+            if time.monotonic() - running.started > options.deadline:
                 break
-        best = max(found, key=lambda one: len(one[0].steps))
-        if not best[0].steps:
-            raise _failed(record, end)
-        return best
-
-    def again(
-        self, float64: bool, options: Options | None = None, look_at: LookAt | None = None
-    ) -> Record:
-        """Another record, with other options. Raises ScriptFailed."""
-        record, why = self._run(float64, options, look_at)
-        if not record.steps:
-            raise _failed(record, why)
-        return record
-
-    def _run(
-        self, float64: bool, options: Options | None = None, look_at: LookAt | None = None
-    ) -> tuple[Record, Ending | None]:
-        """The record, and how the script ended before it had made the steps, if it did."""
-        options = options or self._options
-        folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self._scratch))
-        at = working_folder(options, folder)
-        told = Told("record", str(folder), options, float64, str(at), look_at=look_at)
-        command = with_own_scripts(self._command, Path(options.folder))
-        running = Running(command, told, at, folder / "record.log")
-        try:
-            while running.exit_code is None and not _all_done(folder):
-                if time.monotonic() - running.started > options.deadline:
-                    break
-                time.sleep(0.02)
-            ended = time.monotonic() + SECONDS_TO_END
-            while running.exit_code is None and _all_done(folder) and time.monotonic() < ended:
-                time.sleep(0.01)
-            code = running.exit_code
-            hangs = code is None and not _all_done(folder)
-            places = where_ranks_are(Record(folder)) if hangs else {}
-        finally:
-            running.end()
-        record = Record(folder)
-        made = record.steps_by_rank
-        if len(record.steps) >= options.steps or _all_done(folder):
-            return record, None
-        words = running.last_words
-        return record, Ending(code, options.deadline, options.steps, made, words, places)
-
-
-def working_folder(options: Options, beside: Path) -> Path:
-    """Where a command runs: in the user's folder, or in a new copy of it made of links."""
-    if options.in_place:
-        return Path(options.folder)
-    copy = beside / "working_folder"
-    copy_of_links(Path(options.folder), copy)
-    return copy
+            time.sleep(0.02)
+        ended = time.monotonic() + SECONDS_TO_END
+        while running.exit_code is None and _all_done(folder) and time.monotonic() < ended:
+            time.sleep(0.01)
+        code = running.exit_code
+        hangs = code is None and not _all_done(folder)
+        places = where_ranks_are(Record(folder)) if hangs else {}
+    finally:
+        running.end()
+    record = Record(folder)
+    made = record.steps_by_rank
+    if len(record.steps) >= options.steps or _all_done(folder):
+        return record, None
+    words = running.last_words
+    return record, Ending(code, options.deadline, options.steps, made, words, places)
 
 
 def _all_done(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -27,13 +28,11 @@ from ddp_equivalence.observed_scripts.judged_step import (
     SECONDS_TO_EXPLAIN,
     Script,
     judge,
-    name_of_script,
 )
 from ddp_equivalence.observed_scripts.launch import (
     in_one_process,
     processes_in,
     short_folder,
-    with_own_scripts,
 )
 from ddp_equivalence.observed_scripts.not_comparable import about_epochs
 from ddp_equivalence.observed_scripts.oracle import (
@@ -45,10 +44,11 @@ from ddp_equivalence.observed_scripts.oracle import (
     Arrangement,
     CannotReplay,
     Oracle,
+    RunningScript,
 )
 from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks
 from ddp_equivalence.observed_scripts.recorded_step import text_of_line
-from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
+from ddp_equivalence.observed_scripts.recording import ScriptFailed, another_record, first_record
 from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
 from ddp_equivalence.observed_scripts.told import (
     Command,
@@ -82,14 +82,11 @@ class ScriptObservation:
     options: Options
     scratch: Path
 
-    def __post_init__(self) -> None:
-        self.recording = Recording(self.command, self.options, self.scratch)
-
     def observed(self) -> Observed:
         """Do it. Raises BadCase and ScriptFailed."""
         started = time.monotonic()
         show("the ranks train")
-        record, self.float64, ending = self.recording.first()
+        record, self.float64, ending = first_record(self.command, self.options, self.scratch)
         self.notes: list[str] = []
         record = self._without_ragged_dropout(record)
         recorded = time.monotonic()
@@ -130,8 +127,7 @@ class ScriptObservation:
             return record
         self.notes.append(RAGGED)
         self.options = replace(self.options, dropout=False)
-        self.recording = Recording(self.command, self.options, self.scratch)
-        return self.recording.again(self.float64)
+        return another_record(self.command, self.options, self.scratch, self.float64)
 
     def in_one_process(self, record: Record) -> tuple[str, ...]:
         """The command that trains in one process. Raises BadCase if it is not known."""
@@ -150,7 +146,7 @@ class ScriptObservation:
     def _script(self, record: Record, seconds: float) -> Script:
         main = record.runs[0]["main"]
         return Script(
-            name=name_of_script(self.command, main),
+            name=os.path.basename(main or self.command[0]),
             backend=record.runs[0]["backend"] or "gloo",
             float64=self.float64,
             on_cpu=bool(self.options.as_cpu),
@@ -165,35 +161,30 @@ class ScriptObservation:
         """A verdict on every step."""
         folder = self.scratch / arrangement.replace(" ", "_")
         folder.mkdir()
-        at = working_folder(self.options, folder)
         socket_folder = tempfile.mkdtemp(prefix="obs", dir=short_folder())
         try:
-            told = self._told_to_replay(record, alone, at, Path(socket_folder) / "socket")
-            command = with_own_scripts(alone, Path(self.options.folder))
-            log = folder / "one_process.log"
-            oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
+            told = self._told_to_replay(record, alone, Path(socket_folder) / "socket")
+            alone_script = RunningScript(alone, folder / "one_process.log", told)
+            oracle = Oracle(alone_script, record, arrangement)
             try:
                 steps = observed_steps(record, oracle)
                 compute_in_their_order(steps, self.options.from_step)
                 return [self._verdict(script, step) for step in steps]
             finally:
-                oracle.close()
+                alone_script.close()
                 self.notes += _notes(oracle)
                 self.alike = tuple(oracle.alike)
         finally:
             shutil.rmtree(socket_folder, ignore_errors=True)
 
-    def _told_to_replay(self, record: Record, alone: Sequence[str], at: Path, socket: Path) -> Told:
-        """What the one process is told. ``at``: where it runs. ``socket``: where it asks."""
+    def _told_to_replay(self, record: Record, alone: Sequence[str], socket: Path) -> Told:
+        """What the one process is told. ``socket``: where it asks."""
         # A launcher says how many processes train; other scripts count devices.
         devices = self.options.as_cpu
         alike = tuple(alone) == self.command
         options = replace(self.options, as_cpu=min(1, devices) if alike else devices)
-        return Told(
-            *("replay", str(record.folder), options, self.float64, str(at)),
-            socket=str(socket),
-            feed=record.feed,
-        )
+        folder = str(record.folder)
+        return Told("replay", folder, options, self.float64, str(socket))
 
     def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
         verdict = judge(script, step, None if self.has_explained else self._look_closer)
@@ -208,7 +199,7 @@ class ScriptObservation:
         """Write the step to files, if the user wants that."""
         if self.options.export is None or step.oracle is None:
             return
-        folder, alone = Path(self.options.export), shlex.join(step.oracle.command)
+        folder, alone = Path(self.options.export), shlex.join(step.oracle.script.command)
         script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
@@ -237,13 +228,13 @@ class ScriptObservation:
         show("the ranks train again, and are watched")
         assert step.oracle is not None
         options = replace(self.options, from_step=self.options.from_step + step.number, steps=1)
-        again = partial(self.recording.again, self.float64, options, look_at)
+        again = partial(another_record, self.command, options, self.scratch, self.float64, look_at)
         try:
             return again()
         except ScriptFailed as error:
             if "address already in use" not in str(error):
                 raise
-        step.oracle.stop()  # the one process listens at the port that the script always takes
+        step.oracle.script.stop()  # the one process listens at the port that the script takes
         return again()
 
 
@@ -292,9 +283,11 @@ def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...
     The arguments and errors are those of ``observe``.
     """
     with _observation(command, options) as observation:
-        record, float64, _ = observation.recording.first()
+        record, float64, _ = first_record(
+            observation.command, observation.options, observation.scratch
+        )
         alone = observation.in_one_process(record)
-        name = name_of_script(observation.command, record.runs[0]["main"])
+        name = os.path.basename(record.runs[0]["main"] or observation.command[0])
         return tuple(plan_lines(record, name, alone, float64))
 
 

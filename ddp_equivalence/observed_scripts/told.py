@@ -25,7 +25,6 @@ STARTED_BY = "DDP_EQUIVALENCE_STARTED_BY"
 """The environment variable with the id of the process that judges."""
 
 Role = Literal["record", "replay"]
-Feed = Literal["loader", "calls"]
 
 
 # What a user may say about how a script is observed.
@@ -190,21 +189,19 @@ class Told:
     """``role``: record what the ranks do, or replay it in one process.
 
     ``folder``: where records are written, and read from. ``options``: those of the run that are
-    for these processes. ``float64``: everything is computed in float64. ``working_folder``: where
-    the script runs: a copy of the user's folder, in which links stand for files that must not be
-    written to, unless the options say otherwise. ``socket``: where a replay asks what to run.
-    ``feed``: a replay is given rows where the script's loader yields a batch, or where its model is
-    called. ``look_at``: what to watch line by line in the first step that counts; None for nothing.
+    for these processes. ``float64``: everything is computed in float64. ``socket``: where a replay
+    asks what to run. ``look_at``: what to watch line by line in the first step that
+    counts; None for nothing. ``working_folder``: a copy of the user's folder, in which links stand
+    for files that must not be written to; "" if the script runs in the user's own.
     """
 
     role: Role
     folder: str
     options: Options
     float64: bool
-    working_folder: str
     socket: str = ""
-    feed: Feed = "loader"
     look_at: LookAt | None = None
+    working_folder: str = ""
 
     def write(self, path: Path) -> None:
         """Write it where ``read`` finds it."""

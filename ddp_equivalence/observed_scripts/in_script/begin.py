@@ -25,7 +25,7 @@ def begin() -> None:
         hooks.compute_in_float64()
     if not options.dropout:
         hooks.drop_nothing()
-    if not options.in_place:
+    if told.working_folder:
         hooks.keep_files(told.working_folder)
     if told.role == "replay":
         hooks.let_sequences_be_unsorted()

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ddp_equivalence.measurement.calls import Call, Operations
+from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.measurement.observation import Observation, RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.returned import DeclaredRows
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import unwrapped, with_real_files
+from ddp_equivalence.observed_scripts.in_script.watch import SetUpCalls, Watch
 from ddp_equivalence.observed_scripts.recorded_step import write_whole
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.ranks.collectives import (
@@ -26,54 +27,59 @@ from ddp_equivalence.ranks.collectives import (
     watch_handles,
 )
 
-if TYPE_CHECKING:
-    from ddp_equivalence.observed_scripts.in_script.watch import Watch
-
 FILE = "closer_look.pt"
 """Holds an ``Observation`` and, if they were logged, ``Operations``."""
 
 
 class CloserLook:
-    """``look_at``: what to watch. ``rank``: the rank that this process is."""
+    """Watches one step of a rank, from the first call of the module on. Until then, it records the
+    calls of the set-up, and logs what the script does with a batch. ``is_open``: it watches now.
+    """
 
-    def __init__(self, look_at: LookAt, rank: int) -> None:
-        self._look_at = look_at
-        self._rank = rank
-        self._observer: Observer | None = None
+    def __init__(self, look_at: LookAt) -> None:
+        self.look_at = look_at
+        self.is_open = self._has_looked = False
+        self._open, self._set_up = ExitStack(), SetUpCalls()
         self._operations: LoggedOperations | None = None
-        self._open = ExitStack()
+        if look_at.set_up:
+            self._set_up.begin()
 
-    def begin(
-        self,
-        module: nn.Module,
-        watch: Watch,
-        set_up: Sequence[Call],
-        operations: LoggedOperations | None,
-    ) -> None:
-        """Watch from here on. The user's functions that are running now are followed too.
+    def set_up_ends(self) -> None:
+        """An optimizer steps for the first time."""
+        self._set_up.stop()
 
-        ``set_up``: calls that were made before, beside those that ``watch`` knows of.
-        ``operations``: a log that has begun with the step's first batch.
+    def gets_batch(self) -> None:
+        """The script gets a batch of the step, of which this may be the first one."""
+        if not self.look_at.operations or self._has_looked:
+            return
+        if self._operations is None or self._operations.stop():  # it was a batch before the step's
+            self._operations = LoggedOperations.begun()
+
+    def begin(self, rank: int, module: nn.Module, watch: Watch) -> None:
+        """Watch from here on, if this is the first call of the module. The user's functions that
+        are running now are followed too.
         """
-        rows = _RowsOfCalls(self._look_at.rows[self._rank])
-        declared = DeclaredRows([()])
-        kept = self._look_at.sample
+        if self._has_looked:
+            return
+        self.is_open = self._has_looked = True
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        set_up = self._set_up.end(names)
+        rows = _RowsOfCalls(self.look_at.rows[rank])
+        declared, kept = DeclaredRows([()]), self.look_at.sample
         observer = Observer(module, rows, declared, kept, inside_model=True)  # type: ignore[arg-type]
-        rows.observer = observer
-        self._observer = observer
+        self._module, self._observer = module, observer
+        rows.backwards = observer.backwards
         watch_handles()  # so that the observer is told of collectives
         trust_recorder_that_has_entries()
         new_collectives()  # those before are no evidence
         observer.was_set_up(set_up)
         self._open.enter_context(observer.watching(sys._getframe(1)))
         for ddp, lines in watch.wrapped:
-            if unwrapped(ddp) is not module:
-                continue
-            off_at = None if ddp.require_backward_grad_sync else watch.no_sync_at
-            observer.was_wrapped(ddp, lines, off_at)
-        if self._look_at.operations:
-            self._operations = operations or LoggedOperations.begun()
-        self._module = module
+            if unwrapped(ddp) is module:
+                off_at = None if ddp.require_backward_grad_sync else watch.no_sync_at
+                observer.was_wrapped(ddp, lines, off_at)
+        if self.look_at.operations:
+            self._operations = self._operations or LoggedOperations.begun()
 
     def end(
         self, gradients: Mapping[str, Tensor | None], scales: Sequence[float], folder: Path
@@ -81,12 +87,16 @@ class CloserLook:
         """Stop watching, and write what was seen. ``gradients``: those that are compared, without
         a loss scale. ``scales``: the loss scale of each backward pass.
         """
-        assert self._observer is not None
+        self.is_open = False
         operations = self._operations and self._operations.stopped(self._module)
         self._open.close()
-        found = self._observer.found(
-            {(0, name): one for name, one in gradients.items()}, new_collectives()
-        )
+        prefix = f"{self.look_at.module}:"
+        of_module: dict[GradientKey, Tensor | None] = {
+            (0, name.removeprefix(prefix)): gradient
+            for name, gradient in gradients.items()
+            if name.startswith(prefix)
+        }
+        found = self._observer.found(of_module, new_collectives())
         write_whole(folder / FILE, (with_real_files(_unscaled(found, scales)), operations))
 
 
@@ -110,12 +120,11 @@ class _RowsOfCalls:
 
     def __init__(self, micro_batches: Sequence[tuple[int, int]]) -> None:
         self._micro_batches = micro_batches
-        self.observer: Observer | None = None
+        self.backwards: Sequence[object] = ()
 
     def rows_of(self, arguments: object) -> RowsRead | None:
         """The rows of the big batch that this rank reads before its next backward pass."""
-        assert self.observer is not None
-        number = len(self.observer.backwards)
+        number = len(self.backwards)
         if number >= len(self._micro_batches):
             return None
         first, count = self._micro_batches[number]

@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,14 +21,10 @@ from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.comparison.gradients import digest as digest_of
 from ddp_equivalence.observed_scripts.in_script.around import around
 from ddp_equivalence.observed_scripts.oracle import LEFT_OUT, MOST_TIMES
-from ddp_equivalence.observed_scripts.recorded_step import (
-    Epoch,
-    loaders_of_training,
-    rank_folder,
-    read_step,
-)
+from ddp_equivalence.observed_scripts.record import Record
+from ddp_equivalence.observed_scripts.recorded_step import Epoch
 from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.told import Answer, Query, RowOrder, Told
+from ddp_equivalence.observed_scripts.told import Answer, Query, RowOrder
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
@@ -194,20 +190,15 @@ class FedLoaders:
     ``batches``: the number of the batch that each yields next, by the number of the loader.
     """
 
-    def __init__(self, told: Told, loaders: Loaders, asked: AskedQueries) -> None:
-        self._told, self._loaders, self._asked = told, loaders, asked
+    def __init__(self, record: Record, loaders: Loaders, asked: AskedQueries) -> None:
+        self._record, self._loaders, self._asked = record, loaders, asked
         self.batches: dict[int, int] = {}
         self._fed = set[bool]()
 
     @cached_property
     def in_order(self) -> tuple[int, ...]:
         """Those with which rank 0 trained."""
-        return loaders_of_training(self._told.folder)
-
-    @cached_property
-    def _epoch(self) -> Epoch:
-        """Of the first of them, on rank 0."""
-        return read_step(rank_folder(self._told.folder, 0), 0).epoch
+        return self._record.step(0, self._record.steps[-1]).loaders
 
     def is_fed(self, loader: int) -> bool:
         """The loader with this number yields rows of the query that is computed now."""
@@ -231,21 +222,17 @@ class FedLoaders:
         return is_other
 
     def _trains(self, loader: int) -> bool:
-        return self._told.feed == "loader" and loader in self.in_order
+        return self._record.feed == "loader" and loader in self.in_order
 
     def _has(self, query: Query, loader: int) -> bool:
         wanted = self.in_order.index(loader)
-        used = (self._used(query.ranks[0], step) for step in query.steps)
-        return any(one == wanted for batches in used for one, _ in batches)
-
-    @cache  # noqa: B019  (there is one in a process, and it stays)
-    def _used(self, rank: int, step: int) -> tuple[tuple[int, int], ...]:
-        return read_step(rank_folder(self._told.folder, rank), step).used
+        steps = [self._record.step(query.ranks[0], number) for number in query.steps]
+        return any(one == wanted for step in steps for one, _ in step.used)
 
     def next_batch(self, loader: int) -> int:
         """The number of the batch that a loader yields now, among those of all queries."""
         batch = self.batches.get(loader, 0)
-        while not self._has(query := self._asked.of_batch(batch)[0], loader):
+        while not self._has(query := self.of_batch(batch)[0], loader):
             batch += len(query.micro_batches)
         self.batches[loader] = batch + 1
         return batch
@@ -254,26 +241,50 @@ class FedLoaders:
         """How many batches a loader is said to have: as many as on the ranks, since a loss may
         depend on it, or as many as an epoch has that a query has to itself.
         """
-        if self._told.feed != "loader":
+        if self._record.feed != "loader":
             return batches
-        number = self._loaders.number_of(loader)
+        number, epoch = self._loaders.number_of(loader), self._record.step(0, 0).epoch
         made = self._loaders.made_as(loader)
-        if number is None and made is not None and made == self._epoch.made:
+        if number is None and made is not None and made == epoch.made:
             number = self.in_order[0]  # it is asked before its first epoch
         if number is None or not self.is_fed(number):
             return batches
-        if number == self.in_order[0] and self._epoch.batches:
-            batches = self._epoch.batches
-        return self._asked.batches_of_epoch(self.batches.get(number, 0)) or batches
+        if number == self.in_order[0] and epoch.batches:
+            batches = epoch.batches
+        # The epoch of the last batch that was read, if its query is not answered yet; or the next.
+        next_batch = self.batches.get(number, 0)
+        last = self._place_of(next_batch - 1)[0] if next_batch else -1
+        is_answered = last < self._asked.answered
+        query = self._asked.query(self._place_of(next_batch)[0] if is_answered else last)
+        return len(query.micro_batches) if query.is_epoch else batches
 
     def ends_epoch(self, loader: int, first: int) -> bool:
-        """The epoch that began with the batch ``first`` has no more batches for the script. It goes
-        on as long as there are queries, unless the script does something else in its middle.
+        """The epoch that began with the batch ``first`` has no more batches for the script: the
+        query before the next batch, or its own, has an epoch to itself. Others go on as long as
+        there are queries, unless the script does something else in their middle.
         """
         batch = self.batches.get(loader, 0)
         if batch == first or not self.is_fed(loader) or loader != self.in_order[0]:
             return False
-        return self._asked.ends_epoch_before(batch)
+        before, place = self.of_batch(batch - 1)
+        if before.is_epoch and place == len(before.micro_batches) - 1:
+            return True
+        after, place = self.of_batch(batch)
+        return after.is_epoch and place == 0
+
+    def of_batch(self, batch: int) -> tuple[Query, int]:
+        """The query to which a batch belongs, by its number among all that its loader yielded, and
+        its place there.
+        """
+        number, place = self._place_of(batch)
+        return self._asked.query(number), place
+
+    def _place_of(self, batch: int) -> tuple[int, int]:
+        first, number = 0, 0
+        while batch >= first + len(self._asked.query(number).micro_batches):
+            first += len(self._asked.query(number).micro_batches)
+            number += 1
+        return number, batch - first
 
 
 # The DataLoaders of a process, which another process of the script has as well.
@@ -567,7 +578,7 @@ def _number() -> int:
     return _followed[0] if _followed else torch.cuda.current_device()
 
 
-# The queries that a replay computes, and which batches of a loader belong to each.
+# The queries that a replay computes.
 
 
 class AskedQueries:
@@ -639,36 +650,6 @@ class AskedQueries:
     def now(self) -> Query:
         """The first that is not answered yet."""
         return self.query(self.answered)
-
-    def of_batch(self, batch: int) -> tuple[Query, int]:
-        """The query to which a batch belongs, and its place there."""
-        number, place = self._place_of(batch)
-        return self.query(number), place
-
-    def ends_epoch_before(self, batch: int) -> bool:
-        """An epoch ends before this batch: the query before it, or its own, has one to itself."""
-        before, place = self.of_batch(batch - 1)
-        if before.is_epoch and place == len(before.micro_batches) - 1:
-            return True
-        after, place = self.of_batch(batch)
-        return after.is_epoch and place == 0
-
-    def batches_of_epoch(self, batch: int) -> int | None:
-        """How many batches the epoch has to which the last batch before this one belongs, if its
-        query is not answered yet; otherwise the next epoch. None if no query has it to itself.
-        """
-        last = self._place_of(batch - 1)[0] if batch else -1
-        is_answered = last < self.answered
-        query = self.query(self._place_of(batch)[0] if is_answered else last)
-        return len(query.micro_batches) if query.is_epoch else None
-
-    def _place_of(self, batch: int) -> tuple[int, int]:
-        """The number of the query to which a batch belongs, and its place there."""
-        first, number = 0, 0
-        while batch >= first + len(self.query(number).micro_batches):
-            first += len(self.query(number).micro_batches)
-            number += 1
-        return number, batch - first
 
 
 def end_process() -> NoReturn:

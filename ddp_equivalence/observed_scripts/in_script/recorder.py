@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook, LoggedOperations
+from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     FetchedBatches,
     digest,
@@ -28,7 +28,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     named_tensors,
     whole,
 )
-from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, SetUpCalls, Watch
+from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     Step,
@@ -56,12 +56,8 @@ class Recorder(Watch):
         self._written, self._earlier_steps, self._done_at = 0, 0, math.inf
         self._complete: Step | None = None
         self._fetched = FetchedBatches()
-        self._closer_look: CloserLook | None = None
-        self._operations: LoggedOperations | None = None
-        self._has_looked, self._earlier_lines = False, EarlierLines()
-        self._set_up = SetUpCalls() if told.look_at is not None and told.look_at.set_up else None
-        if self._set_up is not None:
-            self._set_up.begin()
+        self._earlier_lines = EarlierLines()
+        self._look = None if told.look_at is None else CloserLook(told.look_at)
 
     # --- steps
 
@@ -75,13 +71,13 @@ class Recorder(Watch):
         if self._complete is None:
             self._earlier_lines.step_ends()
         self._complete = self.now
-        self._end_closer_look(self.now.held)
+        self._end_look(self.now.held)
         if self.keeps_tensors:
             self._write(optimizer)
         else:
             self._fetched.step_ends()
-        if self._set_up is not None:
-            self._set_up.stop()
+        if self._look is not None:
+            self._look.set_up_ends()
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Keep the gradients that are there before the step has gone backward."""
@@ -96,21 +92,13 @@ class Recorder(Watch):
     def before_clip(self) -> None:
         """Keep the gradients; what happens to them from here on is not looked at closely."""
         super().before_clip()
-        look_at = self._told.look_at
-        if look_at is not None and len(self.now.losses) >= look_at.clipped_after > 0:
-            self._end_closer_look(self.now.before_clip or {})
+        look = self._look
+        if look is not None and len(self.now.losses) >= look.look_at.clipped_after > 0:
+            self._end_look(self.now.before_clip or {})
 
-    def _end_closer_look(self, gradients: Mapping[str, Tensor | None]) -> None:
-        if self._closer_look is None or self._told.look_at is None:
-            return
-        prefix = f"{self._told.look_at.module}:"
-        of_module = {
-            name.removeprefix(prefix): gradient
-            for name, gradient in gradients.items()
-            if name.startswith(prefix)
-        }
-        self._closer_look.end(of_module, self.now.scales, self._folder)
-        self._closer_look, self._has_looked = None, True
+    def _end_look(self, gradients: Mapping[str, Tensor | None]) -> None:
+        if self._look is not None and self._look.is_open:
+            self._look.end(gradients, self.now.scales, self._folder)
 
     def goes_on(self) -> None:
         """Begin the next step; end the process when all have been written."""
@@ -183,13 +171,16 @@ class Recorder(Watch):
 
     def given(self, loader: int) -> None:
         """Note it, with the state of the generator."""
-        self._log_from_here()
+        if self._look is not None and self._is_looked_at:
+            self._look.gets_batch()
         self._fetched.give(loader)
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
         _ = world_size() > 1 and self._folder  # from now on, this rank says where it hangs
-        self._look_closer(name)
+        look = self._look
+        if look is not None and look.look_at.module == name and self._is_looked_at:
+            look.begin(rank_of_process(), self.names.modules[name], self)
         self._fetched.trained_with((arguments, named))
         return arguments, named
 
@@ -197,29 +188,10 @@ class Recorder(Watch):
         """Such as in an evaluation."""
         self._fetched.evaluated_with((arguments, named))
 
-    def _look_closer(self, name: str) -> None:
-        look_at = self._told.look_at
-        if look_at is None or look_at.module != name or not self._is_looked_at:
-            return
-        module = self.names.modules[name]
-        self._closer_look = CloserLook(look_at, rank_of_process())
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        set_up = [] if self._set_up is None else self._set_up.end(names)
-        self._closer_look.begin(module, self, set_up, self._operations)
-
     @property
     def _is_looked_at(self) -> bool:
-        """The step in progress is to be looked at closely, which has not begun yet."""
-        is_now = self._earlier_steps == self._told.options.from_step and self._complete is None
-        return is_now and self._closer_look is None and not self._has_looked
-
-    def _log_from_here(self) -> None:
-        """The script gets a batch: log what it does with it, if this step is looked at."""
-        look_at = self._told.look_at
-        if look_at is None or not look_at.operations or not self._is_looked_at:
-            return
-        if self._operations is None or self._operations.stop():  # it was a batch before the step's
-            self._operations = LoggedOperations.begun()
+        """The step in progress is the one to look at closely."""
+        return self._earlier_steps == self._told.options.from_step and self._complete is None
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""

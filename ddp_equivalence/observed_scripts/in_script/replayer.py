@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,13 +38,11 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors, put, whole
 from ddp_equivalence.observed_scripts.in_script.watch import Watch, place_of_caller
+from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     Step,
     in_float64,
-    path_of_step,
-    rank_folder,
-    read_step,
     text_of_line,
 )
 from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
@@ -65,9 +64,9 @@ class Replayer(Watch):
 
     def __init__(self, told: Told) -> None:
         super().__init__()
-        self._told, self.float64 = told, told.float64
+        self._record, self.float64 = Record(Path(told.folder)), told.float64
         self._asked = AskedQueries(told.socket)
-        self._fed_loaders = FedLoaders(told, self.loaders, self._asked)
+        self._fed_loaders = FedLoaders(self._record, self.loaders, self._asked)
         self._answers: list[str] = []
         self._complete, self._generators = False, RankGenerators()
         follow_restored_states(self._generators)
@@ -91,7 +90,7 @@ class Replayer(Watch):
             self.now = Step()
             return
         query, number = self._now
-        record = self._step(query.ranks[0], number)
+        record = self._record.step(query.ranks[0], number)
         if len(self.now.optimizers) < len(record.optimizers):
             return
         lowest = ""
@@ -103,9 +102,8 @@ class Replayer(Watch):
         # The script may be started several times, and be asked the same more than once.
         name = f"{query.number}-{os.getpid()}-{self._asked.answered}-{number}.pt"
         at = self._asked.folder / name
-        folder = rank_folder(self._told.folder, 0)
-        if path_of_step(folder, number + 1).exists():
-            self._after_step = self._step(0, number + 1), set(record.held)
+        if number + 1 in self._record.steps:
+            self._after_step = self._record.step(0, number + 1), set(record.held)
         self.write(at, number=number, lowest=lowest, own_of_each=[], left_by=self._last)
         self._last = number, self.now.rows_of_calls
         self._answers.append(str(at))
@@ -126,10 +124,6 @@ class Replayer(Watch):
             if self._answers:  # a further step of the same query
                 self.draws_like_the_record(Event("start"))
 
-    @lru_cache(maxsize=64)  # noqa: B019  (there is one Replayer in a process, and it stays)
-    def _step(self, rank: int, number: int) -> Step:
-        return read_step(rank_folder(self._told.folder, rank), number)
-
     # --- what the script is given
 
     def enters(self, name: str, module: nn.Module) -> None:
@@ -140,7 +134,7 @@ class Replayer(Watch):
             self._generators.begin()  # which stays, so it must be the outer one
             self._nudged_inside = NudgedInside(query.nudge)
             self._nudged_inside.__enter__()  # type: ignore[no-untyped-call]
-        record = self._step(0, number)
+        record = self._record.step(0, number)
         self.now.left |= {name: whole(one) for name, one in self.names.buffers([name])}
         for inner, tensor in named_tensors(module):
             value = query.state.of(f"{name}:{inner}")
@@ -197,12 +191,12 @@ class Replayer(Watch):
         if not self._fed_loaders.feeds(loader):
             return native
         position = self._fed_loaders.next_batch(loader)
-        self._keep(self._asked.of_batch(position)[0])
-        query, place_in_query = self._asked.of_batch(position)
+        self._keep(self._fed_loaders.of_batch(position)[0])
+        query, place_in_query = self._fed_loaders.of_batch(position)
         parts, sources = [], []
         for piece in query.micro_batches[place_in_query]:
             step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
-            parts.append((self._step(piece.rank, step).batches[place], piece.rows))
+            parts.append((self._record.step(piece.rank, step).batches[place], piece.rows))
             sources.append(self._source(piece, step, Event("batch", number=place)))
         batch = self._put_into(parts, native)
         self._not_given.setdefault(loader, deque()).append((query, sources))
@@ -214,7 +208,7 @@ class Replayer(Watch):
         return [
             (number, place)
             for number in query.steps
-            for place, (one, _) in enumerate(self._step(piece.rank, number).used)
+            for place, (one, _) in enumerate(self._record.step(piece.rank, number).used)
             if one == wanted
         ]
 
@@ -222,14 +216,14 @@ class Replayer(Watch):
         """The rows of the query, where the script has no loader."""
         if name == self._now[0].logged:
             self._begin_log()
-        if self._told.feed != "calls":
+        if self._record.feed != "calls":
             return arguments, named
         query, number = self._now
         backwards = len(self.now.losses)
         index = sum(1 for call in self.now.calls if call.backwards == backwards)
         parts = []
         for piece in query.micro_batches[backwards % len(query.micro_batches)]:
-            of = self._step(piece.rank, number).calls
+            of = self._record.step(piece.rank, number).calls
             calls = [call.rows for call in of if call.backwards == piece.micro_batch]
             if index >= len(calls):
                 return arguments, named
@@ -263,13 +257,13 @@ class Replayer(Watch):
     def after_call(self, result: Any) -> None:
         """What is drawn between two calls makes the rows, where these are not those of a loader."""
         super().after_call(result)
-        self._generators.counts = self._told.feed == "loader"
+        self._generators.counts = self._record.feed == "loader"
 
     def draws_like_the_record(self, event: Event) -> None:
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
         if self._draws(query):
-            step = self._step(query.ranks[0], number)
+            step = self._record.step(query.ranks[0], number)
             read = sum(loader == 0 for loader, _ in step.used)
             each = max(1, len(step.losses) // read) if read else 1  # passes of a micro-batch
             place, further = divmod(event.passes, each)
@@ -282,7 +276,7 @@ class Replayer(Watch):
             self._generators.use(sources, True, query.row_order)
 
     def _source(self, piece: Piece, step: int, event: Event) -> Source:
-        record = self._step(piece.rank, step)
+        record = self._record.step(piece.rank, step)
         read = record.read_rows
         count = read[min(piece.micro_batch, len(read) - 1)].count if read else 0
         rows = piece.rows or ()
@@ -293,7 +287,7 @@ class Replayer(Watch):
 
     def _draws(self, query: Query) -> bool:
         ranks = query.ranks
-        return any(self._step(r, number).draws for r in ranks for number in query.steps)
+        return any(self._record.step(r, number).draws for r in ranks for number in query.steps)
 
 
 # Keeps a process at the beginning of each step, which answers what is asked of the step later.

@@ -17,7 +17,7 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
     FetchedBatches,
     Loaders,
 )
-from ddp_equivalence.observed_scripts.recorded_step import Epoch
+from ddp_equivalence.observed_scripts.recorded_step import Epoch, Step
 from ddp_equivalence.observed_scripts.rows import rows_of
 
 TRAINING, OTHER = 0, 1
@@ -150,7 +150,7 @@ def test_a_loader_is_known_by_its_first_iteration_or_by_how_many_were_made_befor
 
 def test_a_loader_that_was_not_seen_keeps_its_length() -> None:
     """Neither was that of the ranks: then nothing says that they are the same one."""
-    told: Any = SimpleNamespace(feed="loader")
-    fed = FedLoaders(told, Loaders(), asked=None)  # type: ignore[arg-type]
-    vars(fed).update(in_order=(0,), _epoch=Epoch(batches=3, made=None))
+    step = Step(loaders=(0,), epoch=Epoch(batches=3))
+    record: Any = SimpleNamespace(feed="loader", steps=(0,), step=lambda *which: step)
+    fed = FedLoaders(record, Loaders(), asked=None)  # type: ignore[arg-type]
     assert fed.length_of(DataLoader([0, 1]), 7) == 7  # type: ignore[arg-type]

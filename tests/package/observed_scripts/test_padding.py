@@ -39,6 +39,8 @@ def test_a_mask_says_what_the_padding_is() -> None:
     part = {"ids": padded(2, 3, value=1, first=1), "attention_mask": padded(2, 3, first=1).bool()}
     assert padding_of("ids", [part]) == Padding(1, is_seen=True)
     assert padding_of("attention_mask", [part]).value == 0
+    is_padding = {"padding_mask": torch.arange(3).expand(2, -1) >= 2}
+    assert padding_of("padding_mask", [is_padding]) == Padding(1, is_seen=True)
 
 
 @pytest.mark.parametrize(("path", "value"), [("labels", -100), ("targets", -100), ("x", 0)])

@@ -144,34 +144,32 @@ def test_rows_with_other_parts_than_those_of_the_one_process_are_not_put_into_it
         put_into(rows_of((images, targets)), detections(3, 4))
 
 
-def test_a_tensor_without_rows_must_be_the_same_on_all_ranks() -> None:
-    first, second = ({"x": torch.ones(4, 2), "edges": torch.full((2, 9), n)} for n in (1.0, 2.0))
-    with pytest.raises(ValueError, match=r"\['edges'\] has no rows, and differs between ranks"):
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        pytest.param(
+            {"x": torch.ones(4, 2), "edges": torch.ones(2, 9)},
+            {"x": torch.ones(4, 2), "edges": torch.zeros(2, 9)},
+            r"\['edges'\] has no rows, and differs between ranks",
+            id="edges of two graphs",
+        ),
+        pytest.param(
+            {"x": torch.ones(4, 2), "edges": torch.ones(7)},
+            {"x": torch.ones(4, 2), "edges": torch.ones(9)},
+            r"\['edges'\] has no rows, and differs between ranks",
+            id="as many edges as a graph has",
+        ),
+        pytest.param(
+            {"x": torch.ones(2, 3)},
+            {"x": torch.ones(2, 3, 4)},
+            "number of dimensions",
+            id="another number of dimensions",
+        ),
+    ],
+)
+def test_what_one_process_would_have_must_be_known(first: Any, second: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         joined([(rows_of(first), None), (rows_of(second), None)])
-
-
-def test_a_mask_of_padding_is_true_on_padding() -> None:
-    short, long = (
-        {
-            "x": torch.ones(2, length),
-            "padding_mask": torch.arange(length).expand(2, -1) >= length - 1,
-        }
-        for length in (3, 5)
-    )
-    rows = joined([(rows_of(short), None), (rows_of(long), None)])
-    assert rows.tensors["['padding_mask']"][0].tolist() == [False, False, True, True, True]
-
-
-def test_ranks_with_another_number_of_dimensions_cannot_be_joined() -> None:
-    flat, deep = rows_of({"x": torch.ones(2, 3)}), rows_of({"x": torch.ones(2, 3, 4)})
-    with pytest.raises(ValueError, match="number of dimensions"):
-        joined([(flat, None), (deep, None)])
-
-
-def test_a_leaf_without_rows_and_lengths_must_be_the_same_on_all_ranks() -> None:
-    parts = [rows_of({"x": torch.ones(4, 2), "edges": torch.arange(n)}) for n in (7, 9)]
-    with pytest.raises(ValueError, match=r"edges.* has no rows, and differs between ranks"):
-        joined([(one, None) for one in parts])
 
 
 def test_weights_of_classes_are_not_taken_for_rows() -> None:
