@@ -356,9 +356,10 @@ class Libraries:
 
     def note(self, names: Set[str]) -> None:
         """Note those of these packages that use torch; their import has just ended."""
-        for name, module in list(sys.modules.items()):
+        wanted = names - NO_LIBRARIES
+        for name, module in list(sys.modules.items()) if wanted else ():
             package = name.partition(".")[0]
-            if package not in names - NO_LIBRARIES or not isinstance(module, ModuleType):
+            if package not in wanted or not isinstance(module, ModuleType):
                 continue
             # Compared by identity: some values raise if they are compared, such as zoneinfo's.
             if any(value is torch for value in list(vars(module).values())):

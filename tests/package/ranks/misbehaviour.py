@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -55,15 +56,18 @@ MISBEHAVIOURS = {
     for misbehaviour in (
         Misbehaviour("raise", CAUSE + "ValueError: no such thing"),
         Misbehaviour("sys.exit(0)", CAUSE + "SystemExit: 0"),
+        Misbehaviour("sys.exit(3)", CAUSE + "SystemExit: 3"),
         Misbehaviour("os._exit(0)", CAUSE + "ended without a result, exit code 0"),
         Misbehaviour("SIGKILL", CAUSE + "killed by SIGKILL (out of memory?"),
         Misbehaviour("SIGSEGV", CAUSE + "killed by SIGSEGV"),
+        Misbehaviour("SIGABRT", CAUSE + "killed by SIGABRT"),
         Misbehaviour("SIGSTOP", CAUSE + "is stopped by a signal (SIGSTOP?)", hangs=True),
         Misbehaviour("endless loop", CAUSE + "still running", hangs=True),
         Misbehaviour("GIL held", CAUSE + "still running", hangs=True),
         Misbehaviour("collective of its own", wrong_collective=True),
         Misbehaviour("other op", wrong_collective=True),
         Misbehaviour("other shape", wrong_collective=True),
+        Misbehaviour("other dtype", wrong_collective=True),
         Misbehaviour("collective not waited for", CAUSE + "1 collective that", moments=("after",)),
         Misbehaviour("result that cannot be pickled", CAUSE + "TypeError", moments=("after",)),
         Misbehaviour(
@@ -74,6 +78,7 @@ MISBEHAVIOURS = {
         Misbehaviour("seed", CAUSE + "torch's seed set to 99"),
         Misbehaviour("environment", CAUSE + "environment variable CHANGED_BY_A_STEP set"),
         Misbehaviour("daemon thread", CAUSE + "thread 'left behind' left running"),
+        Misbehaviour("child process", CAUSE + "child process"),
         Misbehaviour("child in another session", CAUSE + "child process"),
         Misbehaviour(
             "DDP outlives its group",
@@ -134,6 +139,10 @@ def _leave_thread(_: nn.Module) -> None:
     threading.Thread(target=time.sleep, args=(1000,), name="left behind", daemon=True).start()
 
 
+def _leave_child(_: nn.Module) -> None:
+    _child_processes.append(subprocess.Popen(["sleep", "1000"]))
+
+
 def _leave_child_in_another_session(_: nn.Module) -> None:
     _child_processes.append(subprocess.Popen(["sleep", "1000"], start_new_session=True))
 
@@ -157,9 +166,11 @@ def _destroy_group(_: nn.Module) -> None:
 _ACTIONS: dict[str, Any] = {
     "raise": _raise,
     "sys.exit(0)": lambda _: sys.exit(0),
+    "sys.exit(3)": lambda _: sys.exit(3),
     "os._exit(0)": lambda _: os._exit(0),
     "SIGKILL": _send_signal(signal.SIGKILL),
     "SIGSEGV": _send_signal(signal.SIGSEGV),
+    "SIGABRT": lambda _: ctypes.CDLL(None).abort(),
     "SIGSTOP": _send_signal(signal.SIGSTOP),
     "endless loop": _loop_forever,
     "GIL held": _hold_interpreter_lock,
@@ -170,6 +181,7 @@ _ACTIONS: dict[str, Any] = {
     "seed": _set_seed,
     "environment": _set_variable,
     "daemon thread": _leave_thread,
+    "child process": _leave_child,
     "child in another session": _leave_child_in_another_session,
     "DDP outlives its group": _destroy_group,
 }
@@ -185,8 +197,11 @@ _COLLECTIVES: dict[str, Any] = {
         dist.broadcast(torch.zeros(3), 0) if misbehaves else _all_reduce(3)
     ),
     "other shape": lambda misbehaves: _all_reduce(5) if misbehaves else _all_reduce(3),
+    "other dtype": lambda misbehaves: (
+        _all_reduce(3, torch.float64) if misbehaves else _all_reduce(3)
+    ),
 }
 
 
-def _all_reduce(elements: int) -> None:
-    dist.all_reduce(torch.zeros(elements))
+def _all_reduce(elements: int, dtype: torch.dtype = torch.float32) -> None:
+    dist.all_reduce(torch.zeros(elements, dtype=dtype))

@@ -171,6 +171,14 @@ def test_a_wrong_marker_is_told_what_would_be_right(
         check_markers(item)
 
 
+def test_a_wrong_marker_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    body = "@pytest.mark.ddp(deadline=-1)\ndef test_it(equivalence):\n    pass\n"
+    (tmp_path / "test_theirs.py").write_text(f"import pytest\n{body}")
+    code, text = run(tmp_path)
+    assert code == 4, text
+    assert "expected a number of seconds above 0" in text
+
+
 def test_the_run_ends_at_its_deadline_and_tests_that_did_not_run_have_not_passed(
     theirs: Path,
 ) -> None:
@@ -183,3 +191,17 @@ def test_the_run_ends_at_its_deadline_and_tests_that_did_not_run_have_not_passed
     assert "Not compared: ranks timed out" in text
     assert "6 failed" not in text
     assert time.monotonic() - started < 60
+
+
+def test_nothing_starts_when_the_time_of_the_run_is_over(tmp_path: Path) -> None:
+    (tmp_path / "test_theirs.py").write_text("def test_one():\n    pass\ndef test_two(): pass\n")
+    code, text = run(tmp_path, "--ddp-run-deadline=0.001")
+    assert code != 0
+    assert "--ddp-run-deadline: the 0.001 s of this run are over" in text
+    assert "passed" not in text
+
+
+def test_a_wrong_deadline_is_refused_before_anything_runs(theirs: Path) -> None:
+    code, text = run(theirs, "--ddp-deadline=5", "--ddp-collective-deadline=5")
+    assert code == 4, text
+    assert "--ddp-collective-deadline 5: must be below --ddp-deadline 5" in text

@@ -64,3 +64,11 @@ def test_ranks_that_have_started_once_are_never_given_up() -> None:
         with pytest.raises(RankFailed):
             start(starts, "1x2", "out of memory")
         start(starts, "1x2")
+
+
+def test_ranks_on_the_cpu_are_never_given_up() -> None:
+    starts, gloo = FailedStarts(), Lane("gloo", "gloo", "cpu")
+    with settings.using(giving_up()):
+        for _ in range(2):
+            with pytest.raises(RankFailed, match="anything"):
+                start(starts, "1x2", "anything", lane=gloo)

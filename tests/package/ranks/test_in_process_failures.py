@@ -53,6 +53,18 @@ def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
     right_step(model, shard, rank)
 
 
+def raises_at_the_end(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    if rank.rank == 1:
+        raise ValueError("only on rank 1")
+
+
+def exits(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        os._exit(7)
+    right_step(model, shard, rank)
+
+
 def is_killed(model: nn.Module, shard: Any, rank: Rank) -> None:
     right_step(model, shard, rank)
     if rank.rank == 1:
@@ -64,9 +76,11 @@ def is_killed(model: nn.Module, shard: Any, rank: Rank) -> None:
     ("step", "message"),
     [
         (raises, "ValueError: only on rank 1"),
+        (raises_at_the_end, "ValueError: only on rank 1"),
+        (exits, "ended without a result, exit code 7"),
         (is_killed, "killed by SIGKILL"),
     ],
-    ids=["raises", "is killed"],
+    ids=["raises", "raises at the end", "exits", "is killed"],
 )
 def test_a_failure_of_another_rank_is_the_root_cause(step: Any, message: str) -> None:
     verdict = check(own_case(), step, in_process=True, deadline=DEADLINE)
@@ -114,6 +128,22 @@ def never_comes(number: int, model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(ddp, shard).backward()
 
 
+def never_comes_while_rank_0_computes(
+    number: int, model: nn.Module, shard: Any, rank: Rank
+) -> None:
+    """Rank 0 gets the signal while backward still computes, and then waits for rank 1."""
+    ddp = DistributedDataParallel(model)
+    if rank.rank == 1:
+        time.sleep(1000)
+    matrix = torch.ones(1000, 1000, dtype=torch.float64, requires_grad=True)
+    long = matrix
+    for _ in range(8):
+        long = long @ matrix
+    value = loss(ddp, shard) + 0 * long.sum()
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+    value.backward()
+
+
 class Alarm(Exception):
     """What the handler of a timeout raises, as that of pytest-timeout does."""
 
@@ -123,8 +153,9 @@ class Alarm(Exception):
     [
         (never_comes, signal.SIGINT, KeyboardInterrupt),
         (never_comes, signal.SIGALRM, Alarm),
+        (never_comes_while_rank_0_computes, signal.SIGINT, KeyboardInterrupt),
     ],
-    ids=["Ctrl-C", "an alarm"],
+    ids=["Ctrl-C", "an alarm", "Ctrl-C before it waits"],
 )
 def test_a_signal_ends_a_collective_in_which_rank_0_waits(
     step: Callable[..., None], number: signal.Signals, error: type[BaseException]
@@ -158,6 +189,10 @@ def is_interrupted(model: nn.Module, shard: Any, rank: Rank) -> None:
             interrupts_itself()
         time.sleep(0.5)
     right_step(model, shard, rank)
+
+
+def test_a_signal_that_rank_0_handles_itself_changes_nothing() -> None:
+    assert check(own_case(), is_interrupted, in_process=True).outcome == "same"
 
 
 def wrong_on_rank_0(model: nn.Module, shard: Any, rank: Rank) -> None:

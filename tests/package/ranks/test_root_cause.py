@@ -15,7 +15,9 @@ from ddp_equivalence import Rank, RanksTimedOut, check
 from tests.package.own_cases import own_case, right_step
 
 OWN_ERRORS = (
+    TimeoutError("timed out"),
     RuntimeError("DataLoader timed out after 5 seconds"),
+    BrokenPipeError(32, "Broken pipe"),
     ConnectionResetError(104, "Connection reset by peer"),
 )
 
@@ -83,3 +85,14 @@ def test_joining_the_group_has_a_deadline_of_its_own() -> None:
         case, calls_no_collective, deadline=20.0, collective_deadline=0.001, fresh_ranks=True
     )
     assert verdict.failure is None, str(verdict)
+
+
+def test_the_collectives_deadline_holds_after_joining() -> None:
+    def waits(model: nn.Module, shard: Any, rank: Rank) -> None:
+        if rank.rank == 0:
+            dist.all_reduce(torch.zeros(3))
+        time.sleep(1000)
+
+    verdict = check(own_case(), waits, deadline=6.0, collective_deadline=0.5, fresh_ranks=True)
+    assert verdict.failure is not None
+    assert "Timed out waiting 500ms" in str(verdict)

@@ -27,6 +27,7 @@ ROUNDS = int(os.environ.get("SIGNAL_ROUNDS", "1"))
 MOMENTS = {
     "while the fork server imports": ("the fork server starts", 2.0),
     "while ranks start": ("2x1 begins", 0.2),
+    "while ranks work": ("ranks work", 0.05),
     "at the end": ("2x1 ends", 0.5),
 }
 """Moment -> the event at its begin, and the seconds within which the signal is sent."""
@@ -146,4 +147,22 @@ def test_an_xdist_worker_that_is_killed_is_reported_and_the_others_go_on(
     assert code == pytest.ExitCode.TESTS_FAILED, text
     assert re.search(r"worker 'gw\d' crashed while running 'test_training.py::test_killed'", text)
     assert "1 failed, 2 passed" in text
+    assert not user_run.left_behind()
+
+
+ENDS_THE_SERVER = """
+def test_ends_the_server():
+    server = forkserver._forkserver
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(server._forkserver_address)
+    os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+"""
+
+
+def test_ranks_start_again_after_the_fork_server_has_failed(user_run: MarkedRun) -> None:
+    """The server fails when a client asks for a process and closes the connection at once."""
+    write_tests(user_run, "1x2", tests=ENDS_THE_SERVER + TRAINS)
+    code, text = run(user_run.folder, more=variables(user_run))
+    assert code == 0, text
+    assert "EOFError" in text
     assert not user_run.left_behind()

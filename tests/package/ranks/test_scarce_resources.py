@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -47,6 +48,16 @@ SURROUNDINGS = """
     mount -t tmpfs -o size=64k none /dev/shm
 """
 """Shell commands. The sizes are in bytes; the host name is one that no name server knows."""
+
+FULL_DISKS = """
+    mount -t tmpfs -o size=64k none /tmp
+    mount -o bind /tmp /var/tmp
+    cp *.py /tmp
+    cd /tmp
+    yes > full
+    export TMPDIR=/tmp EVENTS=/dev/null
+"""
+"""Shell commands that fill every folder where Python makes temporary files, and use one of them."""
 
 
 def run_after(user_run: MarkedRun, changes: str, *arguments: str) -> tuple[int, str]:
@@ -96,6 +107,18 @@ def test_checks_work_where_the_path_of_temporary_files_is_too_long_for_a_socket(
     assert not user_run.left_behind()
 
 
+def test_full_disks_are_a_clear_error(user_run: MarkedRun) -> None:
+    for needed in (sys.prefix, sys.base_prefix, str(Path(__file__).resolve())):
+        if needed.startswith(("/tmp/", "/var/tmp/")):
+            pytest.skip(f"{needed} would be hidden by the full disks of this test")
+    write_tests(user_run, "1x2")
+    code, text = run_after(user_run, FULL_DISKS, "--capture=no")  # pytest captures into files
+    assert code == pytest.ExitCode.TESTS_FAILED, text
+    assert "Not compared: a rank failed" in text
+    assert "2 ranks could not be started: [Errno 2] No usable temporary directory" in text
+    assert not user_run.left_behind()
+
+
 def run_limited(user_run: MarkedRun, *limits: str) -> tuple[int, str]:
     """Exit status and output of a run within these limits.
 
@@ -140,6 +163,13 @@ def test_a_rank_that_cannot_join_the_group_says_why(monkeypatch: pytest.MonkeyPa
     assert "nowhere0" in verdict.failure.ends[0].what
 
 
+def asks_for_memory(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        limit_memory()
+        bytearray(2**30)
+    right_step(model, shard, rank)
+
+
 def asks_for_a_large_tensor(model: nn.Module, shard: Any, rank: Rank) -> None:
     if rank.rank == 1:
         limit_memory()
@@ -155,11 +185,17 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
 
-def test_a_rank_without_memory_is_the_root_cause_and_the_next_case_is_right() -> None:
-    verdict = check(own_case(), asks_for_a_large_tensor)
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [(asks_for_memory, "MemoryError"), (asks_for_a_large_tensor, "can't allocate memory")],
+)
+def test_a_rank_without_memory_is_the_root_cause_and_the_next_case_is_right(
+    step: Any, message: str
+) -> None:
+    verdict = check(own_case(), step)
     assert verdict.failure is not None
     assert verdict.failure.ends[0].rank == 1
-    assert "can't allocate memory" in verdict.failure.ends[0].what
+    assert message in verdict.failure.ends[0].what
     assert check(own_case(), right_step).outcome == "same"
 
 
