@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -15,6 +16,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,11 +26,16 @@ from ddp_equivalence.comparison.rounding import nudge_each
 from ddp_equivalence.measurement.calls import CodeLine, is_users
 from ddp_equivalence.observed_scripts.told import STATE
 
-LARGE = 32 << 20
-"""The bytes from which on a copy lies in a file. The system takes its memory back when it needs it,
-so that the copies of a large model do not have to fit into the memory beside it. Writing to a file
-takes twice the time.
-"""
+LARGE = 1 << 20
+"""The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
+it, so that the copies of a large model do not have to fit into the memory beside it."""
+
+MOST_IN_MEMORY = min(1 << 30, psutil.virtual_memory().total // 64)
+"""So many bytes of a process's large copies lie in memory, which takes half the time, before files
+are used. Several processes share a machine."""
+
+_in_memory = 0
+"""The bytes of the large copies that are in memory now."""
 
 
 def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
@@ -55,10 +62,23 @@ def put(value: Tensor | None, into: Tensor, nudge: int = 0) -> None:
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy of a dense tensor on the CPU; a large one lies in a file without a name."""
+    """A copy of a dense tensor on the CPU; a large one may lie in a file without a name."""
     size = tensor.numel() * tensor.element_size()
-    copy = _in_a_file(tensor, size) if size >= LARGE else None
-    return tensor.to("cpu", copy=True) if copy is None else copy
+    is_large = size >= LARGE
+    if is_large and _in_memory + size > MOST_IN_MEMORY:
+        copy = _in_a_file(tensor, size)
+        if copy is not None:
+            return copy
+    copy = tensor.to("cpu", copy=True)
+    if is_large:
+        _count(size)
+        weakref.finalize(copy, _count, -size)
+    return copy
+
+
+def _count(size: int) -> None:
+    global _in_memory
+    _in_memory += size
 
 
 def _in_a_file(tensor: Tensor, size: int) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import linecache
 import math
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_equivalence.observed_scripts.in_script import kept_tensors
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
+    LARGE,
     MOST_ELEMENTS,
     MOST_PARTS,
     ModuleNames,
@@ -151,25 +153,41 @@ def test_numbers_are_named_as_the_script_would_write_them() -> None:
 
 # --- copies of large tensors
 
-LARGE = 1 << 12
+
+def no_room(*arguments: int) -> None:
+    """Stands for a disk that is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_copy_is_a_copy_and_leaves_no_file(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_tensors, "LARGE", LARGE)
+    monkeypatch.setattr(kept_tensors, "MOST_IN_MEMORY", 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tensor = torch.randn(3, LARGE // 2).to(dtype)
     copy, before = kept(tensor), tensor.clone()
     tensor.zero_()
     assert torch.equal(copy, before)
     assert torch.equal(whole(copy, divided_by=2.0), before / 2)
+    monkeypatch.setattr("os.posix_fallocate", no_room)
+    assert torch.equal(kept(tensor), tensor), "it lies in memory"
     assert list(tmp_path.iterdir()) == []
 
-    monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "full")))
-    assert torch.equal(kept(tensor), tensor), "without room on the disk it lies in memory"
-    assert list(tmp_path.iterdir()) == []
+
+def test_large_copies_lie_in_memory_as_long_as_they_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = Mock()
+    monkeypatch.setattr("os.posix_fallocate", files)
+    monkeypatch.setattr(kept_tensors, "MOST_IN_MEMORY", 8 * LARGE)
+    first = kept(torch.zeros(LARGE))  # of 4 bytes an element
+    kept(torch.zeros(LARGE))  # is freed at once
+    second = kept(torch.zeros(LARGE))
+    assert files.call_count == 0
+    third = kept(torch.ones(LARGE))
+    assert files.call_count == 1
+    assert [float(one.sum()) for one in (first, second, third)] == [0, 0, LARGE]
 
 
 # --- the line that gives a buffer its value
