@@ -73,7 +73,7 @@ class ObservedStep:
         return range(self.record.world_size)
 
     def of_rank(self, rank: int) -> Step:
-        """What a rank did in the step."""
+        """The record of a rank in the step."""
         return self.record.step(rank, self.number)
 
     @property
@@ -82,7 +82,7 @@ class ObservedStep:
         return sum(one.numel() for one in self.of_rank(0).states.values())
 
     def answer(self, rows: Sequence[int], nudge: int = 0) -> Step:
-        """What the script computes from these rows alone. ``nudge``: as in ``Query``.
+        """Let the script compute these rows alone. ``nudge``: as in ``Query``.
 
         Raises CannotReplay.
         """
@@ -92,11 +92,11 @@ class ObservedStep:
         return answer.steps[self.group.index(self.number)]
 
     def alone(self, rank: int) -> Step:
-        """What the script computes from the rows of one rank. Raises CannotReplay."""
+        """Let the script compute the rows of one rank alone. Raises CannotReplay."""
         return self.answer(self.rows_by_rank[rank])
 
     def computed(self, answer: Step) -> dict[str, Tensor | None]:
-        """What backward computed in one process, as ``gradients`` with ``OWN`` on a rank."""
+        """The gradients that backward computed in one process, like the ``OWN`` of a rank."""
         return self.by_short_name(answer.computed)
 
     def by_short_name(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -259,7 +259,7 @@ Gradients = Mapping[str, Tensor | None]
 
 
 def rounding_of(gradients: Gradients) -> float:
-    """What may be off where gradients of this precision are compared, relative to the norm."""
+    """The error that may be rounding in gradients of this precision, relative to the norm."""
     dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
     return NEGLIGIBLE if dtypes <= {torch.float64} else ROUNDING_IN_LOW_PRECISION
 
@@ -279,7 +279,7 @@ def distance(terms: Sequence[tuple[float, Gradients]]) -> float:
 
 
 def left_over(together: Gradients, parts: Sequence[Gradients]) -> float:
-    """What no mixture of the parts explains, relative to the norm of the whole; 1 if that is zero,
+    """The part that no mixture explains, relative to the norm of the whole; 1 if that is zero,
     which shows nothing.
     """
     all_of_them = [together, *parts]
@@ -389,7 +389,7 @@ class SecondRun:
 
 
 def what_to_look_at(step: ObservedStep, verdict: Verdict) -> LookAt | None:
-    """What is to be watched of the step; None unless the parameters of one module are compared."""
+    """Say what is to be watched; None unless the parameters of one module are compared."""
     modules = {name.partition(":")[0] for name in step.of_rank(0).stepped}
     analysis, recorded = verdict.analysis, step.of_rank(0)
     if not isinstance(analysis, AnalysisOfScript) or len(modules) != 1 or len(step.group) != 1:
@@ -405,7 +405,7 @@ def what_to_look_at(step: ObservedStep, verdict: Verdict) -> LookAt | None:
 
 
 def seen_again(step: ObservedStep, again: Record, module: str) -> SecondRun:
-    """What ``again`` shows of the step, in which this module was watched."""
+    """Read what ``again`` shows of the step, in which this module was watched."""
     observations, operations = dict[int, Observation](), dict[int, Operations]()
     for rank in step.ranks:
         folder = rank_folder(again.folder, rank)

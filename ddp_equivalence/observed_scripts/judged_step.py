@@ -92,7 +92,7 @@ EPOCHS_TAKE = 4
 """So many times as long may be spent on a step for which every question takes an epoch."""
 
 LookCloser = Callable[[ObservedStep, Verdict], SecondRun]
-"""What is seen of the ranks when they run again and are watched; empty if they cannot be."""
+"""Watches the ranks while they run again; the result is empty if they cannot be."""
 
 
 def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) -> Verdict:
@@ -263,7 +263,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
 # What the ranks held at one step of a script, in the form in which ``check`` measures steps.
 
 SECONDS_TO_EXPLAIN = 30.0
-"""What explaining a difference may take."""
+"""Seconds that explaining a difference may take."""
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -286,13 +286,13 @@ class Script:
 
     @property
     def lane(self) -> Lane:
-        """What the ranks ran on."""
+        """The lane on which the ranks ran."""
         reason = "its CUDA devices were the CPU" if self.on_cpu else ""
         return Lane(self.backend, self.backend, "cpu", reason=reason)
 
 
 def request_of(script: Script, case: Case) -> Request:
-    """What ``check`` would be asked, if the script were a step."""
+    """The request of a ``check``, if the script were a step."""
 
     def step(model: object, shard: object, rank: Rank) -> None:
         """Stands for the script, which no rank can run as a step."""
@@ -314,7 +314,7 @@ def measured(
     expected: ExpectedOfScript,
     sample: ElementSample[GradientKey],
 ) -> Measurement:
-    """What the ranks held, compared with what is expected."""
+    """The gradients of the ranks, compared with those that are expected."""
     reference = expected.reference
     tolerance = Tolerance(reference.lowest_dtype)
     comparator = Comparator(reference.expected, expected.described, tolerance)
@@ -361,7 +361,7 @@ LARGEST = 0.02
 depends on the order."""
 
 LARGEST_IN_FLOAT64 = 1e-4
-"""The same for a script of which every part computes in float64."""
+"""As ``LARGEST``, for a script of which every part computes in float64."""
 
 EPS_OF_FLOAT32 = torch.finfo(torch.float32).eps
 

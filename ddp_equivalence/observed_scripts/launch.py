@@ -110,7 +110,7 @@ class Running:
         return last_words(self.log.read_text(errors="replace"))
 
     def last_words_at_its_end(self) -> str:
-        """The same, once the command has ended; not later than in a few seconds."""
+        """``last_words``, once the command has ended; not later than in a few seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_PRINT)
         return self.last_words
@@ -265,7 +265,7 @@ RIGHT = (
 
 
 def in_one_process(command: Sequence[str], world_size: int) -> tuple[str, ...]:
-    """The same command with every number of processes replaced by 1.
+    """Replace every number of processes in the command by 1.
 
     Raises BadCase if there is none, and the command is not known to count devices itself.
     """

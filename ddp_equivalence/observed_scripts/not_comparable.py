@@ -143,7 +143,7 @@ def _in_float64(gradients: Mapping[str, Tensor | None]) -> bool:
 
 
 class _Held(NamedTuple):
-    """What the script holds in Python under this name: on a rank, and here in its place."""
+    """A value that the script holds in Python: on a rank, and in its place in one process."""
 
     name: str
     rank: int
@@ -152,7 +152,7 @@ class _Held(NamedTuple):
 
 
 def _held_otherwise(step: ObservedStep, *ranks: int) -> list[_Held]:
-    """What changes from step to step in Python, and was another value here than on a rank."""
+    """The values that change from step to step in Python, and were others here than on a rank."""
     found = []
     for rank in ranks:
         with suppress(CannotReplay):
@@ -322,8 +322,8 @@ def _is_limited(gradients: Mapping[str, Tensor | None]) -> bool:
 
 
 def end_is_not_observed(record: Record) -> str:
-    """What is different at the end of an epoch, and how to look at it; "" if it was observed, is
-    like the other steps, or is not known.
+    """Says what is different at the end of an epoch, and how to look at it; "" if it was observed,
+    is like the other steps, or is not known.
     """
     if record.feed != "loader" or not record.steps:
         return ""
@@ -349,8 +349,8 @@ def end_is_not_observed(record: Record) -> str:
 
 
 def about_epochs(record: Record) -> tuple[str, str]:
-    """What ``end_is_not_observed`` says, and how long the loaders of the ranks are, if they differ.
-    Each is "" if there is nothing to say.
+    """Returns what ``end_is_not_observed`` says, and how long the loaders of the ranks are, if they
+    differ. Each is "" if there is nothing to say.
     """
     lengths = [record.step(rank, 0).epoch.batches for rank in range(record.world_size)]
     each = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from math import isclose
 from multiprocessing.connection import Client, Connection, wait
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_equivalence.measurement.calls import Operations
-from ddp_equivalence.observed_scripts.launch import Running
+from ddp_equivalence.observed_scripts.launch import Running, short_folder
 from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
 from ddp_equivalence.observed_scripts.told import (
     OF_RECORD,
@@ -60,10 +63,12 @@ class RunningScript:
     """
 
     def __init__(self, command: Sequence[str], log: Path, told: Told) -> None:
-        self.command, self._log, self._told = tuple(command), log, told
+        self.command, self._log = tuple(command), log
+        self._folder = Path(tempfile.mkdtemp(prefix="obs", dir=short_folder()))
+        self._told = replace(told, socket=str(self._folder / "socket"))
         self._deadline = told.options.deadline  # of one answer
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(told.socket)
+        self._listener.bind(self._told.socket)
         self._listener.listen()
         self._running: Running | None = None
         self._connections: list[Connection] = []
@@ -72,10 +77,11 @@ class RunningScript:
         self.answered, self.closed = 0, False
 
     def close(self) -> None:
-        """End it for good. What it has answered stays known."""
+        """End it for good."""
         self.closed = True
         self.stop()
         self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def stop(self) -> None:
         """End it. The next question starts it again."""
@@ -85,7 +91,7 @@ class RunningScript:
         if self._running is not None:
             self._running.end()
             self._running = None
-        for path in Path(self._told.socket).parent.glob("kept*"):
+        for path in self._folder.glob("kept*"):
             path.unlink()
 
     def send(self, query: Query) -> None:
@@ -98,7 +104,7 @@ class RunningScript:
         """The answer of the process that was kept at the beginning of the query's steps; None if
         there is none, or it does not answer. Raises CannotReplay if it cannot have the rows.
         """
-        path = path_of_kept(Path(self._told.socket).parent, query.steps)
+        path = path_of_kept(self._folder, query.steps)
         try:
             with Client(str(path), "AF_UNIX") as asked:
                 asked.send(query)
@@ -215,7 +221,7 @@ class Oracle:
         nudge: int = 0,
         state: State = OF_RECORD,
     ) -> Answer:
-        """What the script computes from these rows alone, in their order, in each step of a group.
+        """Let the script compute these rows alone, in their order, in each step of a group.
 
         ``nudge``, ``state``: as in ``Query``. Raises CannotReplay.
         """

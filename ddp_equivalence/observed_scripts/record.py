@@ -44,7 +44,7 @@ class Record:
 
     @cached_property
     def runs(self) -> dict[int, dict[str, Any]]:
-        """What each rank says of itself, by rank."""
+        """The facts that each rank states of its process, by rank."""
         found = {}
         for path in sorted(self.folder.glob("rank*/run.pt")):
             found[int(path.parent.name.removeprefix("rank"))] = read_whole(path)
@@ -94,7 +94,7 @@ class Record:
         return tuple(map(tuple, groups))
 
     def read(self, rank: int, group: Sequence[int]) -> list[Rows]:
-        """What a rank read in each micro-batch of a group of steps."""
+        """The rows that a rank read in each micro-batch of a group of steps."""
         places = self._micro_batches(rank, group)
         return [self.step(rank, number).read_rows[place] for number, place in places]
 

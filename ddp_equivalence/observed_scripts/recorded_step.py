@@ -90,8 +90,8 @@ class Epoch:
 
 @dataclass
 class Step:
-    """What one process has done from one step of its optimizers to the next. A rank writes it when
-    an optimizer steps, and so does a replay, in which less is known.
+    """All that one process has done from one step of its optimizers to the next. A rank writes it
+    when an optimizer steps, and so does a replay, in which less is known.
 
     Gradients by name, without a loss scale: ``own``: this process's own ones, before any reduction,
     summed over the backward passes, and ``own_of_each`` of them; ``before_clip``: None if nothing
@@ -123,7 +123,7 @@ class Step:
 
     Lines that ran before, None where none was seen: ``optimizer_made`` and ``loader_made`` those of
     the optimizer that stepped and of the loader from which the step read first; ``scheduled``:
-    stepped a scheduler of the optimizer last. ``steps_with``: the optimizer's options and state.
+    stepped a scheduler of the optimizer last. ``steps_with``: the options and state of optimizers.
     ``buffers_kept``: the name of a buffer -> the class of the user's that keeps it, as
     ``function``.
     """
@@ -165,7 +165,7 @@ class Step:
     loader_made: CodeLine | None = None
     buffers_kept: Mapping[str, CodeLine | None] = field(default_factory=dict)
     scheduled: CodeLine | None = None
-    steps_with: Mapping[str, str] = field(default_factory=dict)
+    steps_with: dict[str, str] = field(default_factory=dict)
 
     @property
     def stepped(self) -> list[str]:
@@ -181,13 +181,13 @@ class Step:
 
     @property
     def computed(self) -> dict[str, Tensor | None]:
-        """What backward computed in one process, where nothing is reduced."""
+        """The gradients that backward computed in one process, where nothing is reduced."""
         is_known = all(name in self.own for name in self.stepped)
         return self.gradients(OWN if is_known else BEFORE_CLIP)
 
     @property
     def read_rows(self) -> Sequence[Rows]:
-        """What was read from loaders; without one, the arguments of each call."""
+        """The rows that were read from loaders; without one, the arguments of each call."""
         return self.batches or [call.rows for call in self.calls]
 
     @property
@@ -232,7 +232,7 @@ def write_whole(path: Path, value: Any) -> None:
 
 
 def read_whole(path: str | Path) -> Any:
-    """What ``write_whole`` wrote in a process of ours. Its tensors are read when they are used."""
+    """Read what ``write_whole`` wrote in a process of ours; tensors when they are used."""
     return load_tensors(path, mmap=True, weights_only=False)
 
 
@@ -242,7 +242,7 @@ def path_of_step(folder: Path, number: int) -> Path:
 
 
 def read_step(folder: Path, number: int) -> Step:
-    """What one rank recorded of one step."""
+    """Read the record of one step of a rank."""
     found: Step = read_whole(path_of_step(folder, number))
     return found
 

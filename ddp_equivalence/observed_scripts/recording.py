@@ -1,11 +1,10 @@
-"""Lets the ranks of a script run until they have recorded their steps."""
+"""How a script ended that has not made all steps that were asked for, and where it hangs."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,88 +16,19 @@ import psutil
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine, is_shown, is_users
 from ddp_equivalence.observed_scripts.in_script.recorder import STACKS
-from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import rank_folder, text_of_line
 from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
-from ddp_equivalence.observed_scripts.told import LookAt, Options, Told
 from ddp_equivalence.report.text import rank_names
 from ddp_equivalence.report.verdict import Outcome, Verdict, unknown
-
-SECONDS_TO_END = 3.0
-"""A launcher gets this long to end by itself when its ranks have ended."""
 
 
 class ScriptFailed(RuntimeError):
     """The script ended, or took too long, before it had made the steps to record."""
 
 
-def first_record(
-    command: Sequence[str], options: Options, scratch: Path
-) -> tuple[Record, bool, Ending | None]:
-    """What the ranks that this command starts recorded in ``scratch``, whether they computed in
-    float64, and how the script ended if it did not make all steps. Raises ScriptFailed.
-    """
-    tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
-    found: list[tuple[Record, bool, Ending | None]] = []
-    for float64 in tries[options.precision]:
-        record, end = _recorded(command, options, scratch, float64)
-        found.append((record, float64, end))
-        if record.steps and (end is None or not end.code):
-            break
-    best = max(found, key=lambda one: len(one[0].steps))
-    if not best[0].steps:
-        raise _failed(record, end)
-    return best
-
-
-def another_record(
-    command: Sequence[str],
-    options: Options,
-    scratch: Path,
-    float64: bool,
-    look_at: LookAt | None = None,
-) -> Record:
-    """What the ranks recorded in another run. Raises ScriptFailed."""
-    record, why = _recorded(command, options, scratch, float64, look_at)
-    if not record.steps:
-        raise _failed(record, why)
-    return record
-
-
-def _recorded(
-    command: Sequence[str],
-    options: Options,
-    scratch: Path,
-    float64: bool,
-    look_at: LookAt | None = None,
-) -> tuple[Record, Ending | None]:
-    """The record, and how the script ended before it had made the steps, if it did."""
-    folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=scratch))
-    told = Told("record", str(folder), options, float64, look_at=look_at)
-    running = Running(command, told, folder / "record.log")
-    try:
-        while running.exit_code is None and not _all_done(folder):
-            if time.monotonic() - running.started > options.deadline:
-                break
-            time.sleep(0.02)
-        ended = time.monotonic() + SECONDS_TO_END
-        while running.exit_code is None and _all_done(folder) and time.monotonic() < ended:
-            time.sleep(0.01)
-        code = running.exit_code
-        hangs = code is None and not _all_done(folder)
-        places = where_ranks_are(Record(folder)) if hangs else {}
-    finally:
-        running.end()
-    record = Record(folder)
-    made = record.steps_by_rank
-    if len(record.steps) >= options.steps or _all_done(folder):
-        return record, None
-    words = running.last_words
-    return record, Ending(code, options.deadline, options.steps, made, words, places)
-
-
-def _all_done(folder: Path) -> bool:
+def all_done(folder: Path) -> bool:
+    """True if all ranks have made the steps which were to be recorded."""
     record = Record(folder)
     return len(_ranks_that_are_done(record)) == record.world_size > 0
 
@@ -109,7 +39,7 @@ def _ranks_that_are_done(record: Record) -> list[int]:
     return [rank for rank in ranks if (rank_folder(record.folder, rank) / "done").exists()]
 
 
-def _failed(record: Record, end: Ending | None) -> ScriptFailed:
+def failed(record: Record, end: Ending | None) -> ScriptFailed:
     """Says why no step was made by all ranks."""
     assert end is not None
     alone = ""
@@ -170,8 +100,8 @@ class Ending:
 
     @property
     def outcome(self) -> Outcome:
-        """What it shows of the script. Ranks that wait in different collectives, or for one that
-        has ended, would wait for ever. A rank that does something else may come yet.
+        """The outcome for the script as a whole. Ranks that wait in different collectives, or for
+        one that has ended, would wait for ever. A rank that does something else may come yet.
         """
         if self.code is not None:
             return "same" if self.code == 0 and len(set(self.made)) <= 1 else "unknown"

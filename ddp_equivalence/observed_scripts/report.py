@@ -110,7 +110,7 @@ def _table(observed: Observed) -> Iterator[Line]:
 
 
 def _only_rounding(observed: Observed) -> Iterator[str]:
-    """What the table leaves out."""
+    """Says which parameters the table leaves out."""
     compared = [one.comparison for one in observed.verdicts if one.comparison is not None]
     names = dict.fromkeys(one.name for found in compared for one in found.only_rounding)
     if names and observed.outcome == "same":
@@ -182,7 +182,7 @@ class Observed:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes no step wrong, and is seldom meant."""
+        """Findings that make no step wrong, and are seldom meant."""
         if not self.draws_alike:
             return ()
         return (
@@ -243,7 +243,7 @@ def write_json(observed: Observed, path: Path) -> None:
 
 
 def as_json(observed: Observed) -> dict[str, Any]:
-    """The same as values. Numbers that are not finite are null."""
+    """The results as plain values. Numbers that are not finite are null."""
     recorded, replayed = observed.seconds
     return {
         "schema": SCHEMA,
@@ -377,7 +377,7 @@ class StepFacts:
 
     @classmethod
     def of(cls, step: ObservedStep) -> StepFacts:
-        """What the record shows."""
+        """Read them from the record."""
         recorded = [step.of_rank(rank) for rank in step.ranks]
         losses = [loss for one in recorded for loss in one.losses]
         return cls(

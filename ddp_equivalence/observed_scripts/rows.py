@@ -31,7 +31,7 @@ class Padding:
 
 
 def padding_of(path: str, parts: Sequence[Mapping[str, Tensor]]) -> Padding:
-    """What a leaf is padded with. ``parts``: the tensors of each batch, by their paths.
+    """Find the value that pads a leaf. ``parts``: the tensors of each batch, by their paths.
 
     It is the value that the leaf has where a mask of its shape marks padding; else the label that
     torch ignores, if it has such labels; else a value with which the shorter rows of the batches
@@ -62,8 +62,8 @@ def padding_of(path: str, parts: Sequence[Mapping[str, Tensor]]) -> Padding:
 
 
 def _mark_of_padding(masks: Sequence[Tensor]) -> int:
-    """What a mask has where rows are padded: 0, or True in one that begins with False everywhere,
-    as a key_padding_mask does.
+    """The value of a mask where rows are padded: 0, or True in one that begins with False
+    everywhere, as a key_padding_mask does.
     """
     begins = [mask.reshape(len(mask), -1)[:, 0] for mask in masks if mask.numel()]
     are_bool = all(mask.dtype is torch.bool for mask in masks)
@@ -109,7 +109,7 @@ def _value_at_the_end(tensors: Sequence[Tensor]) -> float | None:
 # some trainers make of a batch of images. It is told by the sizes of the tensors.
 
 Entry = Mapping[str, Any]
-"""What a row has: its tensors and plain values, by the path inside the entry."""
+"""All that a row has: its tensors and plain values, by the path inside the entry."""
 
 TOP = ("",)
 """The path of a batch."""
@@ -248,7 +248,7 @@ class Rows:
                 yield path, tensor
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """The same with every tensor changed. Entries keep tensors and plain values alone."""
+        """A copy with every tensor changed. Entries keep tensors and plain values alone."""
         return replace(
             self,
             tensors={path: change(tensor) for path, tensor in self.tensors.items()},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -30,9 +29,9 @@ from ddp_equivalence.observed_scripts.judged_step import (
     judge,
 )
 from ddp_equivalence.observed_scripts.launch import (
+    Running,
     in_one_process,
     processes_in,
-    short_folder,
 )
 from ddp_equivalence.observed_scripts.not_comparable import about_epochs
 from ddp_equivalence.observed_scripts.oracle import (
@@ -48,7 +47,13 @@ from ddp_equivalence.observed_scripts.oracle import (
 )
 from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks
 from ddp_equivalence.observed_scripts.recorded_step import text_of_line
-from ddp_equivalence.observed_scripts.recording import ScriptFailed, another_record, first_record
+from ddp_equivalence.observed_scripts.recording import (
+    Ending,
+    ScriptFailed,
+    all_done,
+    failed,
+    where_ranks_are,
+)
 from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
 from ddp_equivalence.observed_scripts.told import (
     Command,
@@ -62,6 +67,9 @@ from ddp_equivalence.report.record import tell
 from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.text import Line, Style, labelled, plural
 from ddp_equivalence.report.verdict import Verdict
+
+SECONDS_TO_END = 3.0
+"""A launcher gets this long to end by itself when its ranks have ended."""
 
 NOT_REPEATED = (
     "the ranks could not be watched a second time: they read other rows then, or had other "
@@ -81,12 +89,13 @@ class ScriptObservation:
     command: tuple[str, ...]
     options: Options
     scratch: Path
+    float64: bool = False
 
     def observed(self) -> Observed:
         """Do it. Raises BadCase and ScriptFailed."""
         started = time.monotonic()
         show("the ranks train")
-        record, self.float64, ending = first_record(self.command, self.options, self.scratch)
+        record, ending = self.first_record()
         self.notes: list[str] = []
         record = self._without_ragged_dropout(record)
         recorded = time.monotonic()
@@ -121,13 +130,64 @@ class ScriptObservation:
             draws_alike=self.alike,
         )
 
+    def first_record(self) -> tuple[Record, Ending | None]:
+        """The record of the ranks, and how the script ended if it did not make all steps. Notes
+        whether they computed in float64. Raises ScriptFailed.
+        """
+        tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
+        found: list[tuple[Record, Ending | None, bool]] = []
+        for float64 in tries[self.options.precision]:
+            self.float64 = float64
+            record, end = self._recorded(self.options)
+            found.append((record, end, float64))
+            if record.steps and (end is None or not end.code):
+                break
+        best, ending, self.float64 = max(found, key=lambda one: len(one[0].steps))
+        if not best.steps:
+            raise failed(record, end)
+        return best, ending
+
+    def _another_record(self, options: Options, look_at: LookAt | None = None) -> Record:
+        """The record of another run of the ranks. Raises ScriptFailed."""
+        record, why = self._recorded(options, look_at)
+        if not record.steps:
+            raise failed(record, why)
+        return record
+
+    def _recorded(
+        self, options: Options, look_at: LookAt | None = None
+    ) -> tuple[Record, Ending | None]:
+        """The record, and how the script ended before it had made the steps, if it did."""
+        folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self.scratch))
+        told = Told("record", str(folder), options, self.float64, look_at=look_at)
+        running = Running(self.command, told, folder / "record.log")
+        try:
+            while running.exit_code is None and not all_done(folder):
+                if time.monotonic() - running.started > options.deadline:
+                    break
+                time.sleep(0.02)
+            ended = time.monotonic() + SECONDS_TO_END
+            while running.exit_code is None and all_done(folder) and time.monotonic() < ended:
+                time.sleep(0.01)
+            code = running.exit_code
+            hangs = code is None and not all_done(folder)
+            places = where_ranks_are(Record(folder)) if hangs else {}
+        finally:
+            running.end()
+        record = Record(folder)
+        made = record.steps_by_rank
+        if len(record.steps) >= options.steps or all_done(folder):
+            return record, None
+        words = running.last_words
+        return record, Ending(code, options.deadline, options.steps, made, words, places)
+
     def _without_ragged_dropout(self, record: Record) -> Record:
         """Another record, without dropout, if one process could not drop what the ranks did."""
         if not self.options.dropout or not record.ragged_and_drawn():
             return record
         self.notes.append(RAGGED)
         self.options = replace(self.options, dropout=False)
-        return another_record(self.command, self.options, self.scratch, self.float64)
+        return self._another_record(self.options)
 
     def in_one_process(self, record: Record) -> tuple[str, ...]:
         """The command that trains in one process. Raises BadCase if it is not known."""
@@ -161,30 +221,21 @@ class ScriptObservation:
         """A verdict on every step."""
         folder = self.scratch / arrangement.replace(" ", "_")
         folder.mkdir()
-        socket_folder = tempfile.mkdtemp(prefix="obs", dir=short_folder())
-        try:
-            told = self._told_to_replay(record, alone, Path(socket_folder) / "socket")
-            alone_script = RunningScript(alone, folder / "one_process.log", told)
-            oracle = Oracle(alone_script, record, arrangement)
-            try:
-                steps = observed_steps(record, oracle)
-                compute_in_their_order(steps, self.options.from_step)
-                return [self._verdict(script, step) for step in steps]
-            finally:
-                alone_script.close()
-                self.notes += _notes(oracle)
-                self.alike = tuple(oracle.alike)
-        finally:
-            shutil.rmtree(socket_folder, ignore_errors=True)
-
-    def _told_to_replay(self, record: Record, alone: Sequence[str], socket: Path) -> Told:
-        """What the one process is told. ``socket``: where it asks."""
         # A launcher says how many processes train; other scripts count devices.
-        devices = self.options.as_cpu
-        alike = tuple(alone) == self.command
-        options = replace(self.options, as_cpu=min(1, devices) if alike else devices)
-        folder = str(record.folder)
-        return Told("replay", folder, options, self.float64, str(socket))
+        count_devices = tuple(alone) == self.command
+        devices = min(1, self.options.as_cpu) if count_devices else self.options.as_cpu
+        options = replace(self.options, as_cpu=devices)
+        told = Told("replay", str(record.folder), options, self.float64)
+        running = RunningScript(alone, folder / "one_process.log", told)
+        oracle = Oracle(running, record, arrangement)
+        try:
+            steps = observed_steps(record, oracle)
+            compute_in_their_order(steps, self.options.from_step)
+            return [self._verdict(script, step) for step in steps]
+        finally:
+            running.close()
+            self.notes += _notes(oracle)
+            self.alike = tuple(oracle.alike)
 
     def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
         verdict = judge(script, step, None if self.has_explained else self._look_closer)
@@ -204,7 +255,7 @@ class ScriptObservation:
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
     def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:
-        """What is seen when the ranks run again; once, as the same lines make all steps."""
+        """Let the ranks run again, and watch them; once, as the same lines make all steps."""
         look_at = None if self.has_looked_closer else what_to_look_at(step, verdict)
         self.has_looked_closer = True
         if look_at is None:
@@ -228,7 +279,7 @@ class ScriptObservation:
         show("the ranks train again, and are watched")
         assert step.oracle is not None
         options = replace(self.options, from_step=self.options.from_step + step.number, steps=1)
-        again = partial(another_record, self.command, options, self.scratch, self.float64, look_at)
+        again = partial(self._another_record, options, look_at)
         try:
             return again()
         except ScriptFailed as error:
@@ -245,7 +296,7 @@ def show(what: str) -> None:
 
 
 def _notes(oracle: Oracle) -> Iterator[str]:
-    """What a reader must know of how the replay was done."""
+    """Says what a reader must know of how the replay was done."""
     if ONE_AFTER_THE_OTHER in oracle.arrangements:
         yield "in one process the script takes the micro-batches one after the other"
     if JOINED_AND_REPEATED in oracle.arrangements:
@@ -283,17 +334,15 @@ def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...
     The arguments and errors are those of ``observe``.
     """
     with _observation(command, options) as observation:
-        record, float64, _ = first_record(
-            observation.command, observation.options, observation.scratch
-        )
+        record, _ = observation.first_record()
         alone = observation.in_one_process(record)
         name = os.path.basename(record.runs[0]["main"] or observation.command[0])
-        return tuple(plan_lines(record, name, alone, float64))
+        return tuple(plan_lines(record, name, alone, observation.float64))
 
 
 @contextmanager
 def _observation(command: Command, given: ObserveOptions) -> Iterator[ScriptObservation]:
-    """What is done, in a folder that is deleted in the end unless the user keeps it."""
+    """Does everything in a folder that is deleted in the end unless the user keeps it."""
     options, words = Options(**given), words_of(command, "command")
     if options.as_cpu < 0:
         options = replace(options, as_cpu=processes_in(words) or DEVICES_OF_UNKNOWN)

@@ -349,7 +349,7 @@ def line_that_assigns(file: str, kind: str, attribute: str) -> CodeLine | None:
 
 
 def _written_to(node: ast.AST) -> list[ast.AST]:
-    """What a statement assigns, or a method such as copy_ changes."""
+    """The targets that a statement assigns, or that a method such as copy_ changes."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         method = node.func.attr
         return [node.func.value] if method.endswith("_") and not method.endswith("__") else []

@@ -1,4 +1,4 @@
-"""What the processes of an observed script are told and asked, and their answers."""
+"""All that the processes of an observed script are told and asked, and their answers."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class Told:
 
     @classmethod
     def read(cls, path: Path) -> Told:
-        """What was written."""
+        """Read what ``write`` has written."""
         found = pickle.loads(path.read_bytes())
         assert isinstance(found, cls)
         return found
@@ -302,7 +302,7 @@ class Answer:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What was computed."""
+        """The steps that were computed."""
         return tuple(map(_step_in, self.files))
 
     @property

@@ -164,8 +164,8 @@ class LoggedOperations:
         return True
 
     def stopped(self, module: nn.Module) -> Operations | None:
-        """What was logged until now; None if the log cannot be ended. ``module``: the one whose
-        gradients are compared.
+        """The operations that were logged; None if the log cannot be ended. ``module``: the one
+        whose gradients are compared.
         """
         if not self.stop():
             return None

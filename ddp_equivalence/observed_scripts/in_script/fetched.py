@@ -49,7 +49,7 @@ class Fetched:
 
 @dataclass
 class _Read:
-    """What a loader has yielded: ``batches``, None for those that are forgotten. The script has got
+    """The batches that a loader has yielded: None for those that are forgotten. The script has got
     so many of them (``given``), and trained with so many (``used``). ``evaluated``: the number of
     the last one that was only evaluated.
     """
@@ -205,7 +205,7 @@ class FedLoaders:
         return self._trains(loader) and self._has(self._asked.now, loader)
 
     def feeds(self, loader: int) -> bool:
-        """The same, of a batch that it is about to yield for the step in progress."""
+        """``is_fed``, of a batch that it is about to yield for the step in progress."""
         is_fed = self.is_fed(loader)
         if self._trains(loader):
             self._fed.add(is_fed)
@@ -324,7 +324,7 @@ class Loaders:
         return next(places, None)
 
     def epoch_of(self, loader: Any) -> Epoch:
-        """What is known of a loader's epochs."""
+        """The length of a loader's epochs, as far as it is known."""
         batches, last_rows = _batches_and_last_rows(loader)
         return Epoch(batches, last_rows, self.made_as(loader))
 
@@ -465,7 +465,7 @@ class RowsInTensor:
         return cls(0, shape[0] // rows, row_order == "in blocks")
 
     def by_row(self, tensor: Tensor) -> Tensor:
-        """The same with the rows in dim 0, and the entries of a row in dim 1."""
+        """The tensor with the rows in dim 0, and the entries of a row in dim 1."""
         rows_first = tensor.movedim(self.dim, 0)
         rest = rows_first.shape[1:]
         if self.in_blocks:

@@ -275,7 +275,7 @@ RANKS = 2
 """So many ranks are assumed on this machine, if the launcher does not say how many there are."""
 
 BYTES_PER_ELEMENT = 8 * 3
-"""What training takes in float64: the weight, its gradient, and its place in DDP's bucket."""
+"""Bytes that training takes in float64: the weight, its gradient, and its place in DDP's bucket."""
 
 
 def batch_in_float64(batch: Any) -> Any:

@@ -319,7 +319,7 @@ def real_file(file: str) -> str:
 
 
 def with_real_files(value: Any) -> Any:
-    """The same dataclasses, tuples and dicts, with every line in its real file."""
+    """Copy dataclasses, tuples and dicts, with every line in its real file."""
     if isinstance(value, CodeLine):
         return replace(value, file=real_file(value.file))
     if isinstance(value, tuple) and type(value) is tuple:

@@ -28,7 +28,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     named_tensors,
     whole,
 )
-from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, Watch
+from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, Watch, what_it_steps_with
 from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     Step,
@@ -68,8 +68,6 @@ class Recorder(Watch):
 
     def ends_step(self, optimizer: Any) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
-        if self._complete is None:
-            self._earlier_lines.step_ends()
         self._complete = self.now
         self._end_look(self.now.held)
         if self.keeps_tensors:
@@ -185,7 +183,7 @@ class Recorder(Watch):
         return arguments, named
 
     def not_trained(self, arguments: Any, named: Any) -> None:
-        """Such as in an evaluation."""
+        """The module is called in an evaluation."""
         self._fetched.evaluated_with((arguments, named))
 
     @property
@@ -212,6 +210,7 @@ class Recorder(Watch):
 
     def _write(self, optimizer: Any) -> None:
         self._fetched.step_ends()
+        self.now.steps_with |= dict(what_it_steps_with(optimizer, self.names))
         used = self._fetched.of_step
         loader = self.loaders.begun[used[0][0]] if used else None
         fetched = self._fetched.batches_of_step()
@@ -253,7 +252,7 @@ def world_size() -> int:
 
 
 def facts_of_process(folder: Path) -> dict[str, Any]:
-    """What the process that judges is told of a rank's process. From now on, it also writes its
+    """Facts of a rank's process for the process that judges. From now on, it also writes its
     stacks to the rank's folder on SIGUSR1, unless the script uses this signal itself.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:

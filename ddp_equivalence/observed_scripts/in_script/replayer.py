@@ -239,7 +239,7 @@ class Replayer(Watch):
             self._asked.refuse(str(error))
 
     def before_clip(self) -> None:
-        """What happens to gradients from here on is not logged."""
+        """End the log: what happens to gradients from here on is not compared."""
         super().before_clip()
         if len(self.now.losses) >= len(self._now[0].micro_batches):
             self._end_log()
@@ -255,7 +255,7 @@ class Replayer(Watch):
             self._operations = None
 
     def after_call(self, result: Any) -> None:
-        """What is drawn between two calls makes the rows, where these are not those of a loader."""
+        """Numbers drawn between two calls make the rows, where these are not those of a loader."""
         super().after_call(result)
         self._generators.counts = self._record.feed == "loader"
 
@@ -378,7 +378,7 @@ class Source:
         return state_for(device, self.state)
 
     def draws(self, device: torch.device, draw: Callable[[], Any]) -> Any:
-        """What ``draw`` returns if torch draws on this device what this source draws next."""
+        """Let torch draw on this device, inside of ``draw``, what this source draws next."""
         generator, state = default_generator(device), self.now(device)
         assert generator is not None
         assert state is not None
@@ -446,7 +446,7 @@ class RankGenerators(TorchDispatchMode):
         return bool(self._sources)
 
     def states(self) -> States:
-        """Those of the sources now."""
+        """The states of the sources now."""
         return [dict(one.moved) for one in self._sources]
 
     def restore(self, states: States) -> None:
@@ -499,7 +499,7 @@ class RankGenerators(TorchDispatchMode):
     def _drawn_by_each(
         self, device: torch.device, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
-        """What the first rank drew, where no rows are drawn: right if every rank drew the same.
+        """Draw as the first rank did, where no rows are drawn: right if every rank drew the same.
         A new tensor for the rows of one rank becomes one for those of all.
 
         The generators of all ranks move on.
@@ -517,8 +517,8 @@ class RankGenerators(TorchDispatchMode):
         return args[0].copy_(results[0]) if func in IN_PLACE else results[0]
 
     def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
-        """Those of all ranks, if the script makes as many rows on each rank as it reads there, or a
-        part of them, or a multiple, whatever its loader gives. None if these are no rows.
+        """Join the rows of all ranks, if the script makes as many rows on each rank as it reads
+        there, or a part of them, or a multiple, whatever its loader gives. None if these are none.
         """
         count, length = self._sources[0].count, len(made[0]) if made[0].ndim else 0
         if len(self._sources) < 2 or {one.count for one in self._sources} != {count}:

@@ -1,4 +1,4 @@
-"""What is known of one process of an observed script, from one optimizer step to the next."""
+"""Collects what is known of a process of an observed script, from one step to the next."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Watch:
     # --- events
 
     def handed_on(self, iterator: Any) -> Iterator[Any]:
-        """What a loader yields that hands on the batches of a loader inside it."""
+        """The batches of a loader that hands on those of a loader inside it."""
         inside: dict[int, None] = {}
         while True:
             self._read_inside.append(inside)
@@ -374,7 +374,6 @@ class EarlierLines:
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, int], tuple[weakref.ref[Any], CodeLine | None]] = {}
-        self._steps_with: dict[str, str] = {}
         for made in (Optimizer, DataLoader):
             after(made, "__init__", lambda one: self._note("made", one, place_of_caller(one)))
         for kind in vars(lr_scheduler).values():
@@ -385,15 +384,10 @@ class EarlierLines:
                     lambda of: self._note("scheduled", of.optimizer, place_of_caller()),
                 )
 
-    def step_ends(self) -> None:
-        """The first optimizer of a step is about to step."""
-        self._steps_with = {}
-
     def known(self, optimizer: Any, loader: Any, names: ModuleNames) -> dict[str, Any]:
         """Fields of the step that ends when this optimizer steps. ``loader``: None if it read from
         none.
         """
-        self._steps_with |= dict(_steps_with(optimizer, names))
         return {
             "optimizer_made": self._line("made", optimizer),
             "loader_made": self._line("made", loader),
@@ -404,7 +398,6 @@ class EarlierLines:
                 if not isinstance(tensor, nn.Parameter)
             },
             "scheduled": self._line("scheduled", optimizer),
-            "steps_with": self._steps_with,
         }
 
     def _note(self, what: str, one: Any, line: CodeLine | None) -> None:
@@ -418,8 +411,8 @@ class EarlierLines:
         return line if known is not None and known() is one else None
 
 
-def _steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
-    """What decides how an optimizer steps beside its gradients, as names and texts."""
+def what_it_steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
+    """All that decides how an optimizer steps beside its gradients, as names and texts."""
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         for key, value in group.items():
             if isinstance(value, int | float | str | Tensor | tuple):

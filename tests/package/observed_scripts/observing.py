@@ -23,7 +23,7 @@ def observed(script: str, *words: str, **options: object) -> Observed:
 
 
 def outcomes(found: Observed) -> list[str]:
-    """Of every step."""
+    """The outcome of every step."""
     return [verdict.outcome for verdict in found.verdicts]
 
 

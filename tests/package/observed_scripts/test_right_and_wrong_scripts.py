@@ -13,7 +13,7 @@ LIMIT = 1e-13
 """The scripts compute in float64, so that right ones agree to a few eps."""
 
 IN_PYTHON = ["attribute", "local", "random", "numpy", "of_numpy", "own", "inner", "lazy"]
-"""What decides about a step and is in no weight, buffer or batch."""
+"""Things that decide about a step and are in no weight, buffer or batch."""
 
 
 @pytest.mark.parametrize(
