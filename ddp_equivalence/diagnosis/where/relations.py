@@ -154,12 +154,13 @@ def _slices(tensor: Tensor, dim: int) -> Iterator[bytes]:
 # term of its sum or mean, or a slice.
 
 Relation = Literal[
-    "whole", "scaled", "rows", "slice", "sum", "extreme", "packed", "other", "unknown"
+    "whole", "scaled", "rows", "slice", "sum", "extreme", "packed", "positions", "other", "unknown"
 ]
 """How the ranks have a value of one rank: the value; a multiple of it, all of them the same;
 the rows of their examples, or other parts that they take; a slice of it; a part of a sum or mean
 that is the value; a value of which the largest or the smallest is the value; several numbers of
-these kinds in one tensor; another value. "unknown" if the shapes cannot be compared.
+these kinds in one tensor; positions that each rank counts in its own part, or what is made of
+these; another value. "unknown" if the shapes cannot be compared.
 """
 
 RELATED: tuple[Relation, ...] = ("whole", "scaled", "rows", "slice", "sum", "extreme", "packed")
@@ -256,7 +257,7 @@ def related(by_rank: Sequence[Value], alone: Value, sharing: Sharing) -> Related
         if _is_sum(parts, whole, factors, close):
             return Related("sum")
         if not alone.is_floating_point and alone.dtype != "bool" and are_shifted(parts, whole):
-            return Related("unknown")
+            return Related("positions")
     elif not alone.is_floating_point and go_further(parts, whole):
         return Related("unknown")
     is_comparable = is_alike
@@ -419,7 +420,7 @@ def go_further(parts: Sequence[Tensor], whole: Tensor) -> bool:
 
 
 def are_shifted(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    """True if each rank has the numbers of one rank less one of its own, as where it counts
+    """True if each rank has the numbers of one rank less a number of its own, as where it counts
     positions from the begin of its part.
     """
     return whole.numel() > 1 and all(len((part - whole).unique()) == 1 for part in parts)

@@ -115,7 +115,7 @@ class TwoLogs:
             if writer is not None:
                 may_be = relation.how in ("other", "extreme")
                 is_position = may_be and self._makes_positions(writer)
-                found = Related("unknown") if is_position else relation
+                found = Related("positions") if is_position else relation
                 yield found, self.alone.operations[writer]
                 continue
             on_ranks = [
@@ -191,17 +191,16 @@ class TwoLogs:
         values = tuple(one.returned[place] for one in self._on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how
         how = "other" if how == "extreme" and not self._is_sent(number) else how
-        return "unknown" if how == "other" and self._makes_positions(number) else how
+        return "positions" if how == "other" and self._makes_positions(number) else how
 
     def _makes_positions_of(self, number: int) -> bool:
-        """True if an operation makes whole numbers or flags of such that cannot be compared: each
-        rank may count positions in its own part.
+        """True if an operation makes whole numbers or flags of positions that each rank counts in
+        its own part.
         """
         returned = self.alone.operations[number].returned
         made = [self.alone.values[one] for one in returned if one is not None]
         return not any(one.is_floating_point for one in made) and any(
-            relation.how == "unknown" and writer is not None
-            for relation, writer in self.relations(number)
+            relation.how == "positions" for relation, _ in self.relations(number)
         )
 
     def _is_sent(self, number: int) -> bool:
