@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.digits import in_order
+from ddp_equivalence.comparison.digits import in_order, text_of
 from ddp_equivalence.diagnosis.causes import CAUSE_OF, HYPOTHESES
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import (
@@ -23,7 +23,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
     explains_every_parameter,
     limits_by_name,
 )
-from ddp_equivalence.diagnosis.lines.decisions import with_call_sites
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.lines.origins import lines_behind
 from ddp_equivalence.diagnosis.lines.source import run_lines
@@ -43,8 +42,6 @@ from ddp_equivalence.diagnosis.time_left import (
 )
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.whereabouts import MOST_LINES
-
-# Rank the explanations by how much of the measured gradients each leaves unexplained.
 
 MOST_ACCEPTED = 0.3
 """An explanation that leaves more unexplained is never accepted, however coarse the precision."""
@@ -196,9 +193,6 @@ def _observed_cause(view: View) -> Finding | None:
     return None
 
 
-# Adds to the explanations that are believed the lines of code to look at, and what to write.
-
-
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
     """The findings; those that are believed get their lines and their fix."""
     return tuple(_pointed(finding, view) if finding.accepted else finding for finding in findings)
@@ -208,12 +202,19 @@ def _pointed(finding: Finding, view: View) -> Finding:
     hypothesis = CAUSE_OF.get(finding.cause)
     if hypothesis is None:
         return finding
-    words = hypothesis.words(view) or finding
+    if hypothesis.guess and not hypothesis.seen(view):
+        places = view.parameters.positions_of(sorted(view.measured.differing))
+        held, right = view.measured.by_rank[:, places], view.expected_by_rank[:, places]
+        times = f"{text_of(nearest_factor(held, right) or 0.0, '.4g')} times what they should be"
+        explains = f"{hypothesis.guess} explains this, but none was seen."
+        finding = replace(
+            finding,
+            sentence=f"Gradients are {times}. {explains}",
+            headline=f"gradients are {times}",
+            is_guess=True,
+        )
     return replace(
         finding,
-        sentence=words.sentence,
-        headline=words.headline,
-        is_guess=words.is_guess,
         fix=hypothesis.fix(view),
         lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),
@@ -223,8 +224,6 @@ def _pointed(finding: Finding, view: View) -> Finding:
 def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     """Those of the cause, and what set the numbers and attributes that the faulty one uses."""
     lines = hypothesis.lines(view)
-    if hypothesis.of_place:
-        lines = with_call_sites(view, lines)
     found, known = list(lines), {one.line for one in lines}
     rank = min(view.observed.by_rank, default=0)
     if hypothesis.of_a_number and len(found) < MOST_LINES:
@@ -240,9 +239,6 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
 
 def _numbers(view: View, rank: int, pointed: PointedLine) -> list[PointedLine]:
     return [replace(one, is_fault=True) for one in lines_of_divisor(view, rank, pointed.line)]
-
-
-# A cause that predicts the gradient up to a factor, which is another cause or has none.
 
 
 @dataclass(frozen=True)
@@ -418,8 +414,6 @@ def _is_left_by(finding: Finding, view: View, factor: float) -> bool:
 def _is(factor: float, other: float) -> bool:
     return abs(factor - other) <= FITTED * abs(other)
 
-
-# The order of explanations, and which of those that fit are accepted.
 
 LEAST_ACCEPTED = 1e-10
 """The rounding of float64: a right explanation may leave this much unexplained."""

@@ -23,8 +23,6 @@ from ddp_equivalence.diagnosis.setting import all_divisors, all_weights
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
-# The numbers that each rank's loss, the reduction and the loss of the big batch divide by.
-
 EQUAL = 1e-3
 """Two weights of ranks count as equal if they differ by less than this."""
 
@@ -135,8 +133,6 @@ def _right_factors(
         return None
     return tuple(want / weight for want, weight in zip(wanted, weights, strict=True))
 
-
-# Counts of the batch that a loss may divide by in place of the right one.
 
 MOST_RANKS = 4
 """With more ranks, the counts of the first ones are listed."""
@@ -269,9 +265,8 @@ def counts_by_rank(view: View) -> list[WrongCount]:
             wanted = [a / (size * m) for a, m in zip(right, by_piece, strict=True)]
             if not _weigh_alike(weights[0], wanted) or _is_one_factor(right, wanted):
                 continue
-            if not _is_a_mean_of_means(view, right, wanted):
-                held = torch.tensor(wanted, dtype=gradients.dtype) @ gradients
-                found.append(WrongCount(counts, unit, sum(right), right_unit, held))
+            held = torch.tensor(wanted, dtype=gradients.dtype) @ gradients
+            found.append(WrongCount(counts, unit, sum(right), right_unit, held))
     return found
 
 
@@ -283,18 +278,6 @@ def _weigh_alike(weights: Tensor, wanted: Sequence[float]) -> bool:
 def _is_one_factor(right: Sequence[float], wanted: Sequence[float]) -> bool:
     factors = [weight / count for weight, count in zip(wanted, right, strict=True) if count]
     return max(factors) - min(factors) <= FITTED * max(factors)
-
-
-def _is_a_mean_of_means(view: View, right: Sequence[float], wanted: Sequence[float]) -> bool:
-    """True if these are the weights of micro-batches or ranks that count equally."""
-    by_rank = [len(parts) for parts in view.parts.by_rank or ()]
-    of_rank: list[float] = []
-    equal: list[float] = []
-    for count in by_rank:
-        own = right[len(of_rank) : len(of_rank) + count]
-        of_rank += [one / sum(own) / view.world_size if sum(own) else 0.0 for one in own]
-        equal += [1 / count / view.world_size] * count
-    return any(_weigh_alike(torch.tensor(wanted), one) for one in (of_rank, equal))
 
 
 # The weights of classes that a loss divides by, as ``nn.CrossEntropyLoss(weight=...)`` does.

@@ -62,8 +62,7 @@ class DrawTable:
     values along which examples stand; None if it is drawn once for all examples of a part.
     ``rows``: for each draw with such a dimension, shape (examples, numbers of one example, ...).
     ``owners``: example -> the index of the part that read it. ``reference``: what the big batch
-    draws by itself. ``interleaved``: if a draw has several numbers of each example along that
-    dimension, the first ones of all examples come before the second ones.
+    draws by itself.
     """
 
     parts: tuple[Part, ...]
@@ -71,7 +70,6 @@ class DrawTable:
     rows: tuple[Tensor | None, ...]
     owners: tuple[int, ...]
     reference: tuple[Draws, ...]
-    interleaved: bool = False
 
     @property
     def differs_by_part(self) -> bool:
@@ -105,7 +103,7 @@ class DrawTable:
             own = self._of_owner(owner, number)
             values = own.values
             if axis is not None and rows is not None:
-                values = _along(rows[list(examples)], axis, self.interleaved)
+                values = _along(rows[list(examples)], axis)
                 if own.name in ORDERS:
                     values = _places_among(values, examples)
             found += [Draw(own.name, one, own.line) for one in values]
@@ -114,11 +112,6 @@ class DrawTable:
     def parts_of(self, examples: Indices) -> list[Part]:
         """The backward passes that read exactly these examples."""
         return [part for part in self.parts if part.examples == examples]
-
-    @property
-    def may_be_interleaved(self) -> bool:
-        """True if a draw has several numbers of each example along one dimension."""
-        return any(rows is not None and rows.shape[1] > 1 for rows in self.rows)
 
     def of_part(self, part: Part) -> list[Draw]:
         """What was drawn for a part, as it was drawn."""
@@ -133,7 +126,6 @@ def table_of(
     reference: Sequence[Draws],
     axes: Sequence[int | None],
     examples: int,
-    interleaved: bool,
 ) -> DrawTable | None:
     """The draws of the parts as rows; None if they are not those of their examples.
 
@@ -155,12 +147,8 @@ def table_of(
             for values, part in zip(own, parts, strict=True)
         ):
             return None
-        all_rows.append(
-            None if axis is None else _rows(whole, number, axis, parts, owners, interleaved)
-        )
-    return DrawTable(
-        tuple(parts), tuple(axes), tuple(all_rows), tuple(owners), tuple(reference), interleaved
-    )
+        all_rows.append(None if axis is None else _rows(whole, number, axis, parts, owners))
+    return DrawTable(tuple(parts), tuple(axes), tuple(all_rows), tuple(owners), tuple(reference))
 
 
 def _fits(part: Tensor, examples: int, whole: Tensor, all_examples: int, axis: int | None) -> bool:
@@ -177,14 +165,13 @@ def _rows(
     axis: int,
     parts: Sequence[Part],
     owners: Sequence[int],
-    interleaved: bool,
 ) -> Tensor:
-    rows = _by_example(whole.values, axis, len(owners), interleaved).clone()
+    rows = _by_example(whole.values, axis, len(owners)).clone()
     if whole.name in ORDERS:
         rows = rows.long()
     for index, part in enumerate(parts):
         values = part.draws[number].values
-        own = _by_example(values, axis, len(part.examples), interleaved) if part.examples else rows
+        own = _by_example(values, axis, len(part.examples)) if part.examples else rows
         if whole.name in ORDERS and part.examples:
             own = torch.tensor(part.examples)[own.long()]
         for place, example in enumerate(part.examples):
@@ -193,18 +180,15 @@ def _rows(
     return rows
 
 
-def _by_example(values: Tensor, axis: int, examples: int, interleaved: bool) -> Tensor:
+def _by_example(values: Tensor, axis: int, examples: int) -> Tensor:
     """Shape (examples, numbers of one example, ...)."""
     first = values.movedim(axis, 0)
     numbers = len(first) // examples
-    if interleaved:
-        return first.reshape(numbers, examples, *first.shape[1:]).transpose(0, 1)
     return first.reshape(examples, numbers, *first.shape[1:])
 
 
-def _along(rows: Tensor, axis: int, interleaved: bool) -> Tensor:
+def _along(rows: Tensor, axis: int) -> Tensor:
     """The reverse of ``_by_example``."""
-    rows = rows.transpose(0, 1) if interleaved else rows
     return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]).movedim(0, axis)
 
 

@@ -118,16 +118,13 @@ def _drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -
     pieces, parts = pieces_of(view), _parts(view, reference)
     if pieces is None or parts is None or reference.axes is None:
         return None
-    for interleaved in (False, True):
-        table = table_of(
-            parts, reference.draws, reference.axes, view.setting.example_count, interleaved
-        )
-        if table is None or (interleaved and not table.may_be_interleaved):
-            return None
-        examples = _big_batch(replace(view.examples, cache={}, draws=table), table)
-        if examples is not None and _is_what_was_drawn(view, pieces, examples, table):
-            return DrawnView(_view(view, comparison, examples, table), table)
-    return None
+    table = table_of(parts, reference.draws, reference.axes, view.setting.example_count)
+    if table is None:
+        return None
+    examples = _big_batch(replace(view.examples, cache={}, draws=table), table)
+    if examples is None or not _is_what_was_drawn(view, pieces, examples, table):
+        return None
+    return DrawnView(_view(view, comparison, examples, table), table)
 
 
 def _big_batch(examples: ExampleGradients, table: DrawTable) -> ExampleGradients | None:
@@ -299,8 +296,6 @@ def _is_same(measured: Tensor, expected: Tensor, limit: float) -> bool:
     return bool(((away <= most) | (away == 0)).all())  # the limit of a zero gradient is infinite
 
 
-# The explanations of a difference, once the big batch draws the numbers that the ranks drew.
-
 MOST_LINES = 2
 
 SEEN = (
@@ -351,9 +346,6 @@ def findings_of_drawn(drawn: DrawnView, comparison: Comparison) -> tuple[Finding
         fix=hypothesis.fix(view),
     )
     return (finding,)
-
-
-# The random numbers that the big batch draws by itself.
 
 
 @dataclass(frozen=True)

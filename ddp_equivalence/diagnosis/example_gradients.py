@@ -323,9 +323,6 @@ class BatchParts:
         return [self.examples.gradient(part) for part in parts]
 
 
-# What the checks of one catalogue case share, whatever their ranks are.
-
-
 def without_ranks(case: Case) -> Case:
     """The case as one device sees it, which is the same for many layouts and shards.
 
@@ -343,9 +340,6 @@ def catalogue_cache(
 ) -> GradientCache:
     """Shared by the views of one catalogue case, since many strategies ask for the same parts."""
     return {}
-
-
-# Where the elements of each parameter are in a gradient that is written as one vector.
 
 
 @dataclass(frozen=True)

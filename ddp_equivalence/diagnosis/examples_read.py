@@ -51,9 +51,6 @@ def _ratios(view: View, read: Sequence[int]) -> list[float]:
     return [one for one in dict.fromkeys(ratios) if one not in (0.0, 1.0)]
 
 
-# Examples as text.
-
-
 def examples_seen(view: View, examples: Sequence[int], most: int = 6) -> str:
     """The examples as text, with a note if equal ones may have been read instead of them."""
     are_certain = view.observed.equal_where_read.isdisjoint(examples)
@@ -72,9 +69,6 @@ def short_numbers(examples: Sequence[int], most: int = 4) -> str:
         return f"{examples[0]} to {examples[-1]}"
     shown = ", ".join(map(str, examples[:most]))
     return shown + (f", ... ({len(examples)} in all)" if len(examples) > most else "")
-
-
-# Who read what, and how often.
 
 
 def read_more_than_once(view: View) -> list[int]:
@@ -203,9 +197,6 @@ def _missed(view: View) -> list[int]:
     if not unread or not others:
         return unread
     return [] if nearly_equal(view.examples.gradient(others), view.expected) else unread
-
-
-# The order in which the steps of a trainer read the examples, as its ranks were seen to do.
 
 
 def order_read(

@@ -13,8 +13,6 @@ from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.request import Request
 
-# A hypothesis: one explanation of a difference, which predicts what every rank would hold.
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -50,18 +48,6 @@ class Indication:
     supports: bool
     because: str
     conclusive: bool = False
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a report says of a cause that it believes: the ``sentence``, and the ``headline``.
-
-    ``is_guess``: the numbers fit, and nothing of the cause was seen.
-    """
-
-    sentence: str
-    headline: str
-    is_guess: bool = False
 
 
 def on_every_rank(view: View, *gradients: Tensor, detail: str = "") -> tuple[Prediction, ...]:
@@ -109,18 +95,16 @@ class Hypothesis:
     ``mend``: what to write instead, as an imperative on one line, in which ``{ranks}``, ``{nodes}``
     and ``{examples}`` are their numbers; or a function that writes it. ``lines(view)``: at most
     three lines of the user's code that show what happened, in the order in which they ran; they are
-    asked for only if the cause is believed. ``words(view)``: what to say instead of the sentence
-    and the headline, where less was seen than these say; None if they are true.
+    asked for only if the cause is believed. ``guess``: the beginning of what a report says instead
+    of the sentence and the headline, unless the cause was ``seen(view)``.
 
     ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
     ``predict`` gives. ``invalidates_gradients``: where an indication supports this cause, the
     gradients of the ranks cannot be compared with any prediction, and no other cause is considered.
 
-    What kind of mistake it is: ``of_the_loss``: a wrong count or a wrong loss may bring it about.
-    ``of_a_number``: its faulty line multiplies or divides by a number. ``wrong_divisor``: the right
-    divisor corrects it, so that its report says whose mean the big batch is. ``of_place``: a right
-    line stands, or is called from, at the wrong place. ``of_rows``: it says
-    itself which examples were read again, or by none.
+    What kind of mistake it is: ``of_a_number``: its faulty line multiplies or divides by a number.
+    ``wrong_divisor``: the right divisor corrects it, so that its report says whose mean the big
+    batch is. ``of_rows``: it says itself which examples were read again, or by none.
     """
 
     name: str
@@ -134,13 +118,12 @@ class Hypothesis:
     indication: Callable[[View], Indication | None] = _not_known
     lines: Callable[[View], Sequence[PointedLine]] = _nothing
     mend: str | Callable[[View], str] = ""
-    words: Callable[[View], Words | None] = _not_known
+    guess: str = ""
+    seen: Callable[[View], bool] = on_any_layout
     limits_must_catch: bool = False
     invalidates_gradients: bool = False
-    of_the_loss: bool = False
     of_a_number: bool = False
     wrong_divisor: bool = False
-    of_place: bool = False
     of_rows: bool = False
 
     @property
@@ -207,9 +190,6 @@ def explains_every_parameter(view: View, predicted: Tensor, limits: LimitByName)
     return True
 
 
-# Checks for which no cause predicts what the ranks would hold.
-
-
 def why_unpredictable(request: Request) -> str:
     """Why nothing can be predicted of what the ranks of a request hold; "" if it can."""
     if request.training.is_of_the_user:
@@ -222,8 +202,6 @@ def why_unpredictable(request: Request) -> str:
         return "after its first step a wrong run has weights that no prediction is made for"
     return ""
 
-
-# Indications from the losses at which backward began, and the words that indications share.
 
 LOSS_ROUNDING = 1e-4
 """Losses that differ by less, relative to the larger one, are equal up to rounding in float32. In a

@@ -66,8 +66,6 @@ def whereabouts_of(view: View, why_not_watched: str) -> Whereabouts | None:
     )
 
 
-# Decides whether a check in float64 has to be repeated in the model's own precision.
-
 EPS = torch.finfo(torch.float32).eps
 
 LARGEST, SMALLEST = 64 * EPS, EPS / 1024
@@ -111,9 +109,6 @@ def in_own_precision(request: Request) -> Request | None:
     if all(parameter.dtype is torch.float64 for parameter in trained):
         return None
     return replace(request, case=case)
-
-
-# Lines for a cause that is told by numbers, from the same step on one rank.
 
 
 def one_rank_shows_more(finding: Finding | None) -> bool:

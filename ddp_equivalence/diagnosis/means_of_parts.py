@@ -62,8 +62,6 @@ def nearest_mean(view: View) -> Over:
     return min(means, key=rest)
 
 
-# Replays the calls of ``clip_grad_norm_`` that were seen, on predicted gradients.
-
 ADDED_TO_NORM = 1e-6
 """torch's clip_grad_norm_ adds this to the norm that it divides by.
 

@@ -12,8 +12,6 @@ from ddp_equivalence.diagnosis.setting import REDUCING, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CollectiveCall, Contents, Kind
 
-# Whether the ranks were seen to reduce gradients, or parameters instead of them.
-
 OF_PARAMETERS = (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
 NOT_OF_GRADIENTS = (*OF_PARAMETERS, Contents.BUFFERS, Contents.OTHER)
 
@@ -84,8 +82,6 @@ def _is_reduction(call: Call) -> bool:
         and call.collective.op in REDUCING
     )
 
-
-# The groups of ranks in which gradients were seen to be reduced.
 
 MOST_GROUPS = 3
 
@@ -193,9 +189,6 @@ def _exchanges(view: View, rank: int) -> Iterator[Call]:
         unknown = collective.contents is Contents.OTHER and collective.elements >= largest
         if collective.contents in OF_GRADIENTS or unknown:
             yield call
-
-
-# How often each gradient went into a sum over the same ranks, as far as Python's calls show it.
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,6 @@ def _trains_with(model: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) and module.training for module in model.modules())
 
 
-# The calls that the ranks were seen to make in one step, and the places that made them.
-
 Test = Callable[[Call], bool]
 
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"})
@@ -257,9 +255,6 @@ def reduces_gradients(call: Call) -> bool:
     )
 
 
-# A line of the user's code that a report points at.
-
-
 @dataclass(frozen=True)
 class PointedLine:
     """``note``: what the line did, as a clause of the report; "" if the line speaks for itself.
@@ -273,8 +268,6 @@ class PointedLine:
     is_fault: bool = False
     missing: str = ""
 
-
-# What a mean over a batch may divide by: examples, elements, tokens, set flags, weights.
 
 SUMMED = ("len", "num", "count", "size", "weight")
 """Whole numbers are summed only in leaves with one of these in their names: labels never are."""

@@ -244,8 +244,6 @@ def _relative_norm(residual: Tensor, whole: Tensor) -> float:
     return float(residual.norm()) / max(float(whole.norm()), SMALLEST_NORM)
 
 
-# How many elements of the gradients a diagnosis keeps.
-
 MAX_ELEMENTS = 2_000_000
 """Up to this many ranks x elements, the diagnosis keeps all elements; of more it keeps some."""
 

@@ -179,8 +179,6 @@ def text_of_buffers(found: Iterable[BufferBeside]) -> str:
     return ", ".join(f"{one.name} by {text_of(one.error, '.1e')}" for one in found)
 
 
-# Collectives that nobody waited for, and gradients that changed after their step had returned.
-
 CAUSE = "collective_not_waited_for"
 
 SENTENCE = "The step returned before a collective that it had issued was known to be complete."
@@ -295,8 +293,6 @@ def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
-
-# The cause of an update that is missing: no optimizer stepped, and no weight moved.
 
 NO_OPTIMIZER_STEP = "no_optimizer_step"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import in_order, text_of
 from ddp_equivalence.comparison.gradients import DataByRank, differing_leaf, digest
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
@@ -122,12 +123,12 @@ def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]
     one at each call, because limits are measured with new ones.
     """
     start = digest(dict(build_model(reference.case).named_parameters()))
-    other = [str(rank) for rank, one in evidence.items() if one.start != start]
+    other = [rank for rank, one in evidence.items() if one.start != start]
     if not other:
         return None
     return Unknown(
         UnknownBecause.RANKS_BUILD_OTHER_WEIGHTS,
-        f"{_ranks(other, 'builds', 'build')} other weights than the reference: the function that "
+        f"{_who(other)} other weights than the reference: the function that "
         "builds the model must depend on nothing but the seed, which is set in torch, numpy and "
         "random before the function is called",
     )
@@ -151,7 +152,7 @@ def against_another_batch(
         return None
     return Unknown(
         UnknownBecause.RANKS_BUILD_ANOTHER_BATCH,
-        f"{_ranks(other, 'builds', 'build')} another batch than the reference: "
+        f"{_who(other)} another batch than the reference: "
         f"{next(iter(other.values()))} is not the same, bit for bit. The function that builds the "
         "batch must depend on nothing but the generator that it is given, and the seed, which is "
         "set in torch, numpy and random before it is called. Random data that are made while a "
@@ -159,12 +160,8 @@ def against_another_batch(
     )
 
 
-def _ranks(ranks: Iterable[object], verb: str, of_several: str) -> str:
-    """The ranks and what they do: ``rank 1 builds``, or ``ranks 0, 1 build``."""
-    names = list(map(str, ranks))
-    if len(names) == 1:
-        return f"rank {names[0]} {verb}"
-    return f"ranks {', '.join(names)} {of_several}"
+def _who(ranks: Collection[int]) -> str:
+    return f"{ranks_by_number(list(ranks))} build{'s' if len(ranks) == 1 else ''}"
 
 
 def against_divergence(reference: Reference, step: int) -> Unknown | None:
@@ -245,15 +242,14 @@ def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
 
 def _uneven_autocast(evidence: Mapping[int, Evidence]) -> str | None:
     """What the ranks do otherwise than each other; None if all enter the same autocast regions."""
-    ranks_by_autocast: dict[str, list[str]] = {}
+    ranks_by_autocast: dict[str, list[int]] = {}
     for rank, one in evidence.items():
         names = sorted(f"{device} {dtype}".replace("torch.", "") for device, dtype in one.autocast)
-        ranks_by_autocast.setdefault(" and ".join(names) or "none", []).append(str(rank))
+        ranks_by_autocast.setdefault(" and ".join(names) or "none", []).append(rank)
     if len(ranks_by_autocast) <= 1:
         return None
     entered = ", ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {names}"
-        for names, ranks in ranks_by_autocast.items()
+        f"{ranks_by_number(ranks)}: {names}" for names, ranks in ranks_by_autocast.items()
     )
     return (
         f"the ranks do not enter the same autocast regions ({entered}), and what this changes is "
@@ -319,7 +315,7 @@ def against_shared_gpus(lane: Lane, evidence: Mapping[int, Evidence]) -> Unknown
         if len(sharing) > 1:
             return Unknown(
                 UnknownBecause.RANKS_SHARE_A_GPU,
-                f"ranks {', '.join(map(str, sharing))} have weights or gradients on the same GPU "
+                f"{ranks_by_number(sharing)} have weights or gradients on the same GPU "
                 f"({gpu}), so nothing was shown about training on several GPUs: each rank must "
                 "compute on the device that it is given (rank.device). Look for "
                 "torch.cuda.set_device(0), .cuda() and .to(0) in the step",

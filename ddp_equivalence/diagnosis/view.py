@@ -40,9 +40,6 @@ from ddp_equivalence.ranks.collectives import FORGOTTEN, Collective
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.strategies.sharded_batch import Indices
 
-# The view of one step that every hypothesis gets.
-
-
 MicroBatchGradients = tuple[tuple[Tensor, ...], ...]
 """For every rank, what each of its micro-batches adds to its local gradient, shape (elements,)."""
 
@@ -227,9 +224,6 @@ class View:
         return [local.sum(0) / layout.nodes for local in self.local_gradients]
 
 
-# What the ranks of a request are compared with.
-
-
 def expected_of(request: Request) -> Expected:
     """The reference of a request, and the digests of what its ranks must be given.
 
@@ -280,9 +274,6 @@ def _expected_of_catalogue(
 ) -> Expected:
     """Kept for the next check, since many strategies are compared with the same big batch."""
     return Expected(big_batch(case, compare, training, steps))
-
-
-# Puts what was measured and observed on the ranks into the view of a step.
 
 
 def with_measurement(
@@ -354,9 +345,6 @@ def _read_own_shards(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
     )
 
 
-# The gradients that the ranks were measured to hold.
-
-
 @dataclass(frozen=True)
 class MeasuredGradients:
     """What every reporting rank holds after the step.
@@ -402,8 +390,6 @@ class MeasuredGradients:
         """
         return fitted_mixture(gradients, self.by_rank).weights
 
-
-# What the ranks were seen to do in the step when it ran a second time.
 
 WHOLE_NUMBERS = ("Bool", "Byte", "Char", "Short", "Int", "Long")
 """The names of types without fractions in torch's flight recorder: no gradient has one."""

@@ -39,7 +39,6 @@ from ddp_equivalence.measurement.calls import (
 )
 from ddp_equivalence.measurement.draws import (
     RANDOM_AND_COUPLING,
-    IndexLists,
     randperm_recorded,
     shuffle_handlers,
 )
@@ -103,7 +102,6 @@ class CallWatch:
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._modules_seen: set[tuple[int, int]] = set()
         self._origins = TensorOrigins()
-        self._indices = IndexLists(self._on_indices)
         self._graph = GraphLines()
         kept = self._gradients.parameters
         others = {name: one for name, one in model.named_parameters() if name not in kept}
@@ -231,9 +229,6 @@ class CallWatch:
         if self._is_recorded():
             self._append(Kind.LOSS, (line, line), value=value, what=node.name())
 
-    def _on_indices(self, line: CodeLine, name: str, numbers: tuple[int, ...]) -> None:
-        self._append(Kind.INDICES, (line, line), what=name, examples=numbers)
-
     def _on_module(self, is_active: Callable[[FrameType], bool], frame: FrameType) -> None:
         module = frame.f_locals.get("self")
         key = self.step, id(module) if module is not None else hash(lines_of(frame))
@@ -273,7 +268,6 @@ class CallWatch:
 
     def _in_frame(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
         self._origins.after(frame, line, returned)
-        self._indices.after(frame, line, returned)
         if line is not None and line.function != "<module>":
             in_vain = self._in_vain.get(line, 0)
             if in_vain < MOST_IN_VAIN:

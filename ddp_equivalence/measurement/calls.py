@@ -74,7 +74,6 @@ class Kind(Enum):
     # variable to positions, or first hold what a forward pass reads.
     LOSS = "loss"
     LOSS_FUNCTIONS = "functions of the loss"
-    INDICES = "indices"
     READ = "read"
 
 
@@ -147,12 +146,11 @@ class Call:
     before it clipped; None if that is not known. ``numbers``: those that a sampler or loader was
     given, by name.
     ``what``: the class, function or operation that is called, a sampler or loader as text, a digest
-    of the weights, the variable that a line set, or an attribute of a module with its new value.
+    of the weights, or an attribute of a module with its new value.
     ``names``: the parameters that it is about; the names of modules; the functions of autograd that
     computed a loss. ``ranks``: of a new group, or among which a wrapper reduces gradients; () if
     that is not known. ``collective`` and ``change``: of calls of these kinds. ``examples``: the
-    positions, in the batch of all steps, that a forward pass read or a list holds; () if they are
-    not known.
+    positions, in the batch of all steps, that a forward pass read; () if they are not known.
     ``made_at``: where the loss of a backward was computed, where the function of a hook or the
     sampler of a loader begins, or which line first held the tensor that went into a collective.
     ``chosen_at``: of a forward pass, the line of the user's that named the module; functions that

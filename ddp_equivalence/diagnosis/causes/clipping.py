@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
+from math import isclose
 from typing import NamedTuple
 
 import torch
@@ -179,9 +180,6 @@ def _factor(place: CallSite, rank: int) -> float | None:
     return place.by_rank[rank][0].factor
 
 
-# Gradients are clipped after each micro-batch, not once after the window.
-
-
 def _clips_between_backwards(view: View) -> list[Clip]:
     """The clippings of rank 0, if at least two are told apart by a backward between them."""
     clips = _clips_of_rank_0(view)
@@ -214,21 +212,6 @@ def _clips_seen_between(view: View) -> Indication | None:
     clips = _clips_between_backwards(view)
     because = f"clip_grad_norm_ was called {len(clips)} times, with calls of backward between them"
     return Indication(True, because) if clips else None
-
-
-def _lines_in_the_window(view: View) -> Sequence[PointedLine]:
-    calls = view.observed.calls
-    clips = calls.places(Kind.CLIP, where=clips_norm)
-    return [
-        *(place.pointed(f"{len(place.calls)} times") for place in calls.backwards[-1:]),
-        *(
-            place.pointed(f"{len(place.calls)} times: after each micro-batch", is_fault=True)
-            for place in clips[-1:]
-        ),
-    ]
-
-
-# The norm of each parameter's gradient is clipped by itself, not that of all together.
 
 
 def _partial_clips(view: View) -> list[Clip]:
@@ -319,9 +302,6 @@ def _lines_in_parts(view: View) -> Sequence[PointedLine]:
     return last_of(scaling, "multiplies gradients by different numbers")
 
 
-# Gradients are clipped while they are still multiplied by the loss scale.
-
-
 class _ScaledClip(NamedTuple):
     """A call of clip_grad_norm_ with ``max_norm``, while gradients were scaled by ``scale``."""
 
@@ -335,25 +315,19 @@ class _ScaledClip(NamedTuple):
         return text_of(self.max_norm / self.scale, ".2g")
 
 
-def _clips_of_scaled(view: View) -> Iterator[_ScaledClip]:
-    """The clippings on rank 0 between a loss that was scaled and its gradients' unscaling."""
+def _clip_of_scaled(view: View) -> _ScaledClip | None:
+    """The first clipping on rank 0 between a loss that was scaled and its gradients' unscaling."""
     scale = None
     for call in view.observed.calls.of(0) if view.observed.by_rank else ():
         if call.kind is Kind.SCALE:
             scale = call.value
-        elif call.kind is Kind.UNSCALE or (scale is not None and _divides_by(call, scale)):
+        elif call.kind is Kind.UNSCALE or (
+            scale and isclose((call.factor or 0) * scale, 1, rel_tol=EQUAL)
+        ):
             scale = None
         elif scale not in (None, 1.0) and clips_norm(call) and call.value is not None:
-            yield _ScaledClip(call, call.value, scale or 0.0)
-
-
-def _clip_of_scaled(view: View) -> _ScaledClip | None:
-    return next(_clips_of_scaled(view), None)
-
-
-def _divides_by(call: Call, scale: float) -> bool:
-    """True if this call takes the scale out of gradients by hand."""
-    return call.factor is not None and abs(call.factor * scale - 1) < EQUAL
+            return _ScaledClip(call, call.value, scale or 0.0)
+    return None
 
 
 def _left_of_scaled(view: View) -> Sequence[WrongFactor]:
@@ -435,9 +409,11 @@ CAUSES = (
         tell_apart="Use a max_norm that no micro-batch exceeds: this difference then goes away.",
         held=_clipped_by_micro_batch,
         indication=_clips_seen_between,
-        lines=_lines_in_the_window,
+        lines=lambda view: [
+            *last_of(view.observed.calls.backwards, "runs for each micro-batch", is_fault=False),
+            *last_of(view.observed.calls.places(Kind.CLIP, where=clips_norm), "clips after each"),
+        ],
         mend="clip once, after the loop over the micro-batches and after the reduction.",
-        of_place=True,
     ),
     Hypothesis(
         name="clipped_per_parameter",

@@ -26,8 +26,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.lines import of_data
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows, lines_that_share
-from ddp_equivalence.diagnosis.lines.origins import lines_of_rank
-from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
@@ -97,9 +95,6 @@ def _as_read(view: View, holds: bool, detail: str = "") -> Sequence[Prediction]:
     return predictions_from_examples_read(view, detail) if holds else ()
 
 
-# All ranks read the same.
-
-
 def _copies_of_one_shard(view: View) -> Sequence[Prediction]:
     """The gradient of what all ranks read; if that is unknown, of the shard of any one rank."""
     if view.observed.examples_read is not None:
@@ -124,13 +119,11 @@ def _read_by_rank_0(view: View) -> list[int]:
 
 def _lines_that_give_all_the_same(view: View) -> Sequence[PointedLine]:
     """The sampler or loader that gives all ranks the same, and where this is read."""
-    what = "" if of_data.samplers(view) else "no DistributedSampler: "
-    made = _samplers_of_one_rank(view) if not what else of_data.loaders(view)
-    pointed = [
-        place.pointed(f"{what}{place.first.what} on every rank", is_fault=True)
-        for place in made
-        if len(place.ranks) == view.world_size
-    ]
+    pointed = of_data.lines_of_samplers(view)
+    if not of_data.samplers(view):
+        pointed = last_of(
+            of_data.loaders(view), "no DistributedSampler: a DataLoader on every rank"
+        )
     pointed = pointed or [
         place.pointed(f"{place.op} in {groups_text(place.groups)}")
         for place in of_data.data_collectives(view)
@@ -139,18 +132,6 @@ def _lines_that_give_all_the_same(view: View) -> Sequence[PointedLine]:
     note = f"all {view.world_size} ranks read {numbers}" if view.observed.examples_read else ""
     return of_data.lines_of_reading(view, pointed, note=note)
 
-
-def _samplers_of_one_rank(view: View) -> list[CallSite]:
-    """The lines that made samplers which give all ranks the same examples."""
-    return [
-        place
-        for place in of_data.samplers(view)
-        if len({calls[-1].what for calls in place.by_rank.values()}) == 1
-        and len(place.ranks) == view.world_size
-    ]
-
-
-# Ranks take slices of orders of their own.
 
 Order = tuple[int, ...]
 
@@ -207,9 +188,7 @@ def _lines_that_shuffle(view: View) -> Sequence[PointedLine]:
         seeded = seeds[-1].pointed(f"the seeds of the ranks: {values}", is_fault=True)
         return [seeded, *(place.pointed() for place in shuffles[:1] if place.line != seeded.line)]
     for place in shuffles[-1:]:
-        of_rank = lines_of_rank(run_lines(view, place.ranks[0]), place.line)[:1]
-        seeding = [PointedLine(one, "is made with the rank", True) for one in of_rank]
-        return [*seeding, place.pointed("each rank's order is another one", is_fault=True)]
+        return [place.pointed("each rank's order is another one", is_fault=True)]
     note = "the model reads other examples than its share"
     return lines_that_share(view) or first_of(calls.places(Kind.FORWARD), note)
 
@@ -218,9 +197,6 @@ def _differs_by_rank(place: CallSite) -> bool:
     """True if the ranks gave different seeds here."""
     values = {place.by_rank[rank][0].value for rank in place.ranks}
     return len(values) > 1 and None not in values
-
-
-# Ranks share examples, as where the line that takes a rank's share is wrong.
 
 
 def _shares_overlap(view: View) -> bool:
@@ -237,16 +213,6 @@ def _shares_overlap(view: View) -> bool:
 
 def _who_reads_what(view: View) -> Indication | None:
     return Indication(True, "; ".join(texts_of_rows(view))) if _shares_overlap(view) else None
-
-
-def _lines_of_overlapping_shares(view: View) -> Sequence[PointedLine]:
-    """The lines that choose what a rank reads, and where it is read."""
-    ranks = next(iter(read_by_several_ranks(view)), ())
-    chosen = of_data.lines_of_wrong_samplers(view) or lines_that_share(view, ranks)
-    return of_data.lines_of_reading(view, chosen, ranks)
-
-
-# Examples that pad all shards to the same length are counted twice.
 
 
 def _is_padding(view: View) -> bool:
@@ -292,19 +258,6 @@ def _read_again(view: View) -> Indication | None:
     return _seen(view, _is_padding(view), seen, otherwise)
 
 
-def _lines_that_pad(view: View) -> Sequence[PointedLine]:
-    """The sampler that pads, or the lines where examples are read again."""
-    pads = [
-        place.pointed(f"pads {place.first.value:.0f} examples by {padding}", is_fault=True)
-        for place in of_data.samplers(view)
-        if (padding := of_data.left_over(place, drops=False))
-    ]
-    return of_data.lines_of_reading(view, pads)
-
-
-# Examples that no rank reads.
-
-
 def _without_dropped(view: View) -> Sequence[Prediction]:
     """The gradient of the examples read, if some were not read and none was read twice, or if a
     collective gave ranks the rows of others.
@@ -318,31 +271,6 @@ def _not_read(view: View) -> Indication | None:
     dropped = read_by_no_rank(view)
     because = f"no rank read {examples_seen(view, dropped)} (of {view.setting.example_count})"
     return _seen(view, bool(dropped), because, "every example was read")
-
-
-def _lines_that_drop(view: View) -> Sequence[PointedLine]:
-    """The sampler or loader that drops examples, or the lines where too few are read."""
-    drops = [
-        place.pointed(f"leaves out {dropped} examples", is_fault=True)
-        for place in of_data.samplers(view)
-        if (dropped := of_data.left_over(place, drops=True))
-    ]
-    drops = drops or [
-        place.pointed("leaves out a last batch that is not full", is_fault=True)
-        for place in of_data.loaders(view)
-        if of_data.number_of(place, "drop_last")
-    ]
-    replaced = lines_that_replace_rows(view)
-    return of_data.lines_of_reading(
-        view, replaced or of_data.lines_of_wrong_samplers(view) or drops
-    )
-
-
-def _mend_dropped(view: View) -> str:
-    if lines_that_replace_rows(view):
-        return "let every rank keep the rows that it was given."
-    dropped, count = read_by_no_rank(view), view.setting.example_count
-    return f"let a rank read {example_numbers(dropped, most=4)} too, and divide by {count}."
 
 
 CAUSES = (
@@ -400,7 +328,9 @@ CAUSES = (
         tell_apart=BY_READING,
         held=lambda view: _as_read(view, _shares_overlap(view), "; ".join(texts_of_rows(view))),
         indication=_who_reads_what,
-        lines=_lines_of_overlapping_shares,
+        lines=lambda view: of_data.lines_of_reading(
+            view, ranks=next(iter(read_by_several_ranks(view)), ())
+        ),
         mend="let only one rank read each of the {examples} examples.",
         of_rows=True,
     ),
@@ -416,7 +346,7 @@ CAUSES = (
         "then needed.",
         held=_padded,
         indication=_read_again,
-        lines=_lines_that_pad,
+        lines=of_data.lines_of_reading,
         mend="count every example once: give the repetitions no weight, and divide by {examples}.",
         of_rows=True,
     ),
@@ -430,8 +360,8 @@ CAUSES = (
         "then dropped.",
         held=_without_dropped,
         indication=_not_read,
-        lines=_lines_that_drop,
-        mend=_mend_dropped,
+        lines=lambda view: of_data.lines_of_reading(view, lines_that_replace_rows(view)),
+        mend="let a rank read them too, and divide by {examples}.",
         of_rows=True,
     ),
 )

@@ -8,38 +8,31 @@ from dataclasses import replace
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.causes.losses import (
-    is_mean_over_examples,
-    mend_counts,
-    unit_of_means,
-)
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
     Prediction,
-    Words,
     WrongFactor,
     common_loss_factor,
     every_loss_is_the_big_batch_loss,
     losses_close,
     on_every_rank,
 )
-from ddp_equivalence.diagnosis.lines.of_groups import lines_of_hook_divisors
-from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
     by_hand,
     common_factor,
     ddp_reduces,
-    hook_was_registered,
     in_hook,
     is_unseen,
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
-    lines_of_divisor,
+    lines_of_factor,
+    lines_of_hook_divisors,
 )
-from ddp_equivalence.diagnosis.lines.words import first_of, in_order
+from ddp_equivalence.diagnosis.lines.words import in_order
 from ddp_equivalence.diagnosis.reduced import sum_is_right, sums_repeated
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
@@ -52,8 +45,6 @@ EQUAL = 1e-4
 number if it is as near to one."""
 
 OTHER_WORLD_SIZE = "Use another world size: no other cause has a factor that changes with it."
-
-# Whether a factor that all gradients have comes with the number of ranks.
 
 
 def _is_common(view: View, factor: float) -> bool:
@@ -85,15 +76,6 @@ def _scaled(view: View, factor: float) -> str:
     return "the loss" if line_that_scales_loss(view, factor) is not None else ""
 
 
-def guess(times: str, what: str) -> Words:
-    """Less than the sentence of a cause says, where the numbers fit and nothing of it was seen."""
-    headline = f"gradients are {times} what they should be"
-    sentence = (
-        f"Gradients are {times} what they should be. {what} explains this, but none was seen."
-    )
-    return Words(sentence, headline, is_guess=True)
-
-
 def _averages_once(view: View) -> bool:
     """True where several ranks' gradients should be averaged once, not added up."""
     return view.world_size > 1 and not view.parts.add_up_to_the_big_batch
@@ -101,9 +83,6 @@ def _averages_once(view: View) -> bool:
 
 def _backwards_of_a_rank(view: View) -> int:
     return max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
-
-
-# The mean of what should be added up.
 
 
 def _mean_of_a_sum(view: View) -> Sequence[Prediction]:
@@ -153,27 +132,11 @@ def _averaged_over_ranks(view: View) -> Sequence[WrongFactor]:
 def _lines_that_average(view: View) -> Sequence[PointedLine]:
     """Where the loss is summed, and where the gradients are averaged."""
     count = view.world_size
-    divided = line_that_scales(view, 1 / count)
-    if divided is not None:
-        return in_order(view, line_of_reduction(view), divided)
     if by_hand(view) or in_hook(view):
-        return in_order(view, line_of_loss(view), line_of_reduction(view, is_fault=True))
-    loss = line_of_loss(view, "a sum over examples", True, f"a multiplication by {count}", True)
-    return in_order(view, loss, line_of_reduction(view))
-
-
-def _mend_mean(view: View) -> str:
-    count, divided = view.world_size, _scaled(view, 1 / view.world_size)
-    if divided:
-        return f"do not divide {divided} by {count}: the gradients of a summed loss add up."
-    if is_unseen(view):
-        return f"add the gradients up, or multiply the loss by {count} where they are averaged."
-    if by_hand(view) or in_hook(view):
-        return f"add the gradients of the {count} ranks up (ReduceOp.SUM), and do not divide them."
-    return f"multiply the summed loss by {count} before backward: DDP averages over {count} ranks."
-
-
-# The sum of what should be averaged.
+        return lines_of_factor(view, 1 / count)
+    return lines_of_factor(
+        view, 1 / count, "a sum over examples", missing=f"a multiplication by {count}"
+    )
 
 
 def _sum_of_ranks(view: View) -> Sequence[Prediction]:
@@ -212,10 +175,8 @@ def _no_sum(view: View) -> Indication | None:
 def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
     """Where gradients are added up, and where they or the loss are multiplied."""
     count = view.world_size
-    scaled, divided = line_that_scales(view, count), line_that_scales(view, 1 / count)
-    if scaled is not None:
-        return in_order(view, line_of_reduction(view), scaled)
-    if divided is not None:
+    divided = line_that_scales(view, 1 / count)
+    if divided is not None and line_that_scales(view, count) is None:
         return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
     # What becomes of a copy of the gradients is not watched.
     in_place = by_hand(view) and all(
@@ -224,32 +185,18 @@ def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
     )
     undivided = "; no line divides them" if in_place else ""
     missing = f"a division of the gradients by {count}"
-    return in_order(view, line_of_reduction(view, lambda seen: f"{seen}{undivided}", True, missing))
+    return lines_of_factor(view, count, note=lambda seen: f"{seen}{undivided}", missing=missing)
 
 
 def _mend_sum(view: View) -> str:
     count, what = view.world_size, _scaled(view, view.world_size)
     if what:
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
-        if _means_weigh_unequally(view):
-            # Without this factor the loss would still be a mean over the rank's own count.
-            return mend_counts(view)
         return f"do not multiply {what} by {count}{why}."
     if is_unseen(view):
         return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
     where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
     return f"divide the gradients by {count}, the number of ranks, {where}."
-
-
-def _means_weigh_unequally(view: View) -> bool:
-    """True if the ranks' means do not weigh as they should either, as counts of them show."""
-    contributions = view.parts.contributions()
-    if contributions is None or nearly_equal(contributions.mean(0), view.expected):
-        return False
-    return is_mean_over_examples(view) or unit_of_means(view) is not None
-
-
-# One division by the number of ranks too many.
 
 
 def _divided_once_more(view: View) -> Sequence[Prediction]:
@@ -322,34 +269,6 @@ def _lines_that_divide_twice(view: View) -> Sequence[PointedLine]:
     return in_order(view, line_of_reduction(view, is_fault=hides), shown)
 
 
-def _words_of_two_divisions(view: View) -> Words | None:
-    """Less than the sentence says, where it was not seen that both divisions are by the ranks."""
-    count = view.world_size
-    if not _divided_again(view):
-        return guess(f"1/{count} of", f"A second division by {count}, the number of ranks,")
-    alone = view.factor_on_one_rank() if _is_common(view, 1 / count) else None
-    if alone is not None and _equal(alone, 1.0):
-        return None  # the factor comes with the ranks
-    headline = f"gradients are divided by {count} once too often"
-    sentence = (
-        f"{headline[:1].upper()}{headline[1:]}, so that they are 1/{count} of what they should be. "
-        f"It was not seen whether this {count} is the number of ranks."
-    )
-    return Words(sentence, headline)
-
-
-def _mend_two_divisions(view: View) -> str:
-    count = view.world_size
-    if averages(view) and _divided_again(view):
-        by_line = view.observed.calls.multiplied_by(1 / count)
-        what = "the gradients" if by_line else "the loss"
-        who = "ReduceOp.AVG averages" if by_hand(view) else "DDP averages"
-        return f"do not divide {what} by {count}: {who} over the {count} ranks already."
-    if hook_was_registered(view) and in_hook(view) and not by_hand(view):
-        return f"divide by {count}, the number of ranks, once in the hook."
-    return f"divide by {count}, the number of ranks, once: in the loss or after the reduction."
-
-
 # A division by the ranks of one node, or by a number that is not that of the ranks.
 
 
@@ -401,35 +320,16 @@ def _is_that_of_losses(view: View, factor: float) -> bool:
     return losses_close(common * _backwards_of_a_rank(view), factor)
 
 
-def _words_of_node(view: View) -> Words | None:
-    """Less than the sentence says, where no division was seen."""
-    local = _local_world_size(view)
-    for one in _nodes_of_equal_size(view):
-        if line_that_scales(view, 1 / local):
-            return None
-        what = f"A division by {local}, the ranks of one node, in place of {view.world_size}"
-        times = f"{text_of(one.value, '.4g')} times"
-        return replace(guess(times, what), headline=f"gradients are {times} too large")
-    return None
-
-
 def _lines_that_divide_by_node(view: View) -> Sequence[PointedLine]:
     """Where the gradients are added up, and where they are divided."""
-    divided = line_that_scales(view, 1 / _local_world_size(view))
-    if divided is None:
-        in_its_hook = [
-            replace(line, is_fault=True)
-            for hook in view.observed.calls.places(Kind.HOOK)[-1:]
-            for line in lines_of_hook_divisors(view, hook)
-        ]
-        return in_order(view, line_of_reduction(view, is_fault=not in_its_hook), *in_its_hook)
-    rank = min(view.observed.by_rank, default=0)
-    return in_order(
-        view,
-        line_of_reduction(view),
-        replace(divided, note=f"{divided.note}, the ranks of one node"),
-        *lines_of_divisor(view, rank, divided.line),
-    )
+    in_its_hook = [
+        replace(line, is_fault=True)
+        for hook in view.observed.calls.places(Kind.HOOK)[-1:]
+        for line in lines_of_hook_divisors(view, hook)
+    ]
+    if in_its_hook:
+        return in_order(view, line_of_reduction(view), *in_its_hook)
+    return lines_of_factor(view, 1 / _local_world_size(view))
 
 
 def _wrong_divisor(view: View) -> int | None:
@@ -489,16 +389,6 @@ def _one_divisor(view: View) -> Indication | None:
     return Indication(True, f"every rank divided its gradients by {divisor}")
 
 
-def _lines_of_wrong_divisor(view: View) -> Sequence[PointedLine]:
-    divisor = _wrong_divisor(view)
-    places = view.observed.calls.multiplied_by(1 / divisor)[:1] if divisor else []
-    return [
-        *first_of(view.observed.calls.reductions, is_fault=False),
-        *first_of(places, f"divides by {divisor}; there are {view.world_size} ranks"),
-        *(line for one in places for line in lines_of_divisor(view, one.ranks[0], one.line)),
-    ]
-
-
 MEAN_NOT_SUM = Hypothesis(
     name="mean_not_sum",
     sentence="The loss is a sum over examples, and the gradients were averaged over the ranks.",
@@ -509,9 +399,8 @@ MEAN_NOT_SUM = Hypothesis(
     multiples=_averaged_over_ranks,
     indication=lambda view: _also_on_one_rank(view, 1 / view.world_size),
     lines=_lines_that_average,
-    mend=_mend_mean,
+    mend="add the gradients up, or multiply the loss by {ranks} where they are averaged.",
     limits_must_catch=True,
-    of_the_loss=True,
     wrong_divisor=True,
 )
 
@@ -530,29 +419,26 @@ SUM_NOT_MEAN = Hypothesis(
     lines=_lines_that_add_up,
     mend=_mend_sum,
     limits_must_catch=True,
-    of_the_loss=True,
     of_a_number=True,
     wrong_divisor=True,
 )
 
 AVERAGED_TWICE = Hypothesis(
     name="averaged_twice",
-    sentence="Gradients were divided by the number of ranks once too often.",
+    sentence="Gradients were divided once too often by a number that is the number of ranks.",
     look_at="a division by the world size in the loss or after backward: DDP already averages",
-    headline="gradients are averaged over ranks twice",
+    headline="gradients are divided once too often",
     tell_apart=OTHER_WORLD_SIZE,
     applies=_averages_once,
     held=_divided_once_more,
     multiples=_one_over_ranks,
     indication=_no_second_division,
     lines=_lines_that_divide_twice,
-    mend=_mend_two_divisions,
-    words=_words_of_two_divisions,
+    mend="divide by {ranks} once: DistributedDataParallel and ReduceOp.AVG do that by themselves.",
+    guess="A second division by the number of ranks",
+    seen=_divided_again,
     limits_must_catch=True,
-    of_the_loss=True,
-    of_a_number=True,
     wrong_divisor=True,
-    of_place=True,
 )
 
 LOCAL_WORLD_SIZE = Hypothesis(
@@ -567,12 +453,13 @@ LOCAL_WORLD_SIZE = Hypothesis(
     multiples=_nodes_of_equal_size,
     indication=_division_by_node,
     lines=_lines_that_divide_by_node,
+    of_a_number=True,
     mend=lambda view: (
         f"divide by {view.world_size}, dist.get_world_size(), not by {_local_world_size(view)}, "
         "the ranks of one node."
     ),
-    words=_words_of_node,
-    of_the_loss=True,
+    guess="A division by the ranks of one node, in place of all ranks,",
+    seen=lambda view: line_that_scales(view, 1 / _local_world_size(view)) is not None,
     wrong_divisor=True,
 )
 
@@ -586,6 +473,7 @@ WRONG_NUMBER = Hypothesis(
     tell_apart="Use another world size: the factor changes with it.",
     multiples=_ranks_over_divisor,
     indication=_one_divisor,
-    lines=_lines_of_wrong_divisor,
+    lines=lambda view: lines_of_factor(view, 1 / (_wrong_divisor(view) or 1)),
+    of_a_number=True,
     mend="divide by {ranks}, which is dist.get_world_size().",
 )

@@ -19,15 +19,12 @@ from ddp_equivalence.diagnosis.hypothesis import (
     where_all_report,
 )
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows
-from ddp_equivalence.diagnosis.lines.of_gradients import (
-    fix_of_left_out,
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_left_out,
-    ranks_without_gradient,
-)
-from ddp_equivalence.diagnosis.lines.of_groups import (
     lines_of_small_groups,
+    ranks_without_gradient,
+    way_to,
 )
-from ddp_equivalence.diagnosis.lines.of_reduction import way_to
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import first_of, last_of, names_text
@@ -48,10 +45,6 @@ from ddp_equivalence.measurement.calls import Call, Kind
 
 NO_WEIGHT = 1e-3
 """A rank is tried as left out if its weight, relative to the largest, is smaller than this."""
-
-NAMES_SHOWN = 4
-
-# Gradients are reduced in groups of ranks that no other reduction joins.
 
 
 def _groups_seen(view: View) -> Groups:
@@ -132,14 +125,6 @@ def _hook_has_the_group(view: View) -> bool:
     return has_all and bool(view.observed.calls_of_all_steps.places(Kind.HOOK))
 
 
-def _mend_groups(view: View) -> str:
-    if _hook_has_the_group(view):
-        return f"let the communication hook reduce over all {view.world_size} ranks."
-    if not view.observed.calls.reductions and view.observed.wrappers:
-        return "give DistributedDataParallel no process_group, or one of all ranks."
-    return f"all_reduce over all {view.world_size} ranks, and divide by {view.world_size}."
-
-
 # Gradients are averaged inside each node, and nothing is reduced between the nodes. Where the
 # step's own calls show the groups, these are the cause, also if they are the nodes.
 
@@ -158,9 +143,6 @@ def _seen_in_some(view: View) -> Indication | None:
     if groups and groups != tuple(sorted(view.setting.ranks_by_node)):
         return Indication(False, f"DDP reduced in {groups_text(groups)}, which are not the nodes")
     return Indication(True, "gradients were reduced in groups of some ranks, and not among all")
-
-
-# The gradients of some ranks are missing from those of all others.
 
 
 def _without_ranks(view: View) -> Sequence[Prediction]:
@@ -235,20 +217,13 @@ def _lines_of_left_out(view: View) -> Sequence[PointedLine]:
     return lines_of_left_out(view, _ranks_without_weight(view))
 
 
-def _mend_left_out(view: View) -> str:
-    return fix_of_left_out(view, _ranks_without_weight(view))
-
-
-# A parameter requires no gradient on one rank, which then adds nothing to its average.
-
-
 def _without_one_rank(view: View) -> Iterator[Prediction]:
     """For the parameters that differ, the mean to which one rank adds nothing.
 
     Where nothing was observed to be frozen, every rank is tried.
     """
     differing, combined = view.measured.differing, view.parameters.combined
-    shown = ", ".join(sorted(differing)[:NAMES_SHOWN])
+    shown = names_text(sorted(differing))
     ranks = sorted(_ranks_with_frozen_parameters(view)) or range(view.world_size)
     for local in view.local_gradients if differing else ():
         for frozen_on in ranks:
@@ -300,9 +275,6 @@ def _lines_that_freeze(view: View) -> Sequence[PointedLine]:
         for place in places
         if frozen >= set(place.ranks)
     ][:2]
-
-
-# Gradients that were added up over ranks already are added up over the same ranks once more.
 
 
 def _counted_again(view: View) -> Sequence[Prediction]:
@@ -382,13 +354,6 @@ def _lines_that_add_again(view: View) -> Sequence[PointedLine]:
     return [again.pointed(note, is_fault=True), *lists]
 
 
-def _mend_again(view: View) -> str:
-    repeated = _repeated(view)
-    if any(1 in one.counts for one in repeated.values()):
-        return "reduce each gradient once, after the last backward pass that adds to it."
-    return f"reduce {names_text(sorted(repeated))} once in a step, not several times."
-
-
 MORE_THAN_ONCE = Hypothesis(
     name="reduced_more_than_once",
     sentence="Gradients that were already added up over ranks were added up over the same ranks "
@@ -401,8 +366,7 @@ MORE_THAN_ONCE = Hypothesis(
     held=_counted_again,
     indication=_several_sums,
     lines=_lines_that_add_again,
-    mend=_mend_again,
-    of_place=True,
+    mend="reduce each gradient once in a step, after the last backward that adds to it.",
 )
 
 SEPARATE_GROUPS = (
@@ -418,7 +382,7 @@ SEPARATE_GROUPS = (
         held=lambda view: list(_in_groups(view, _groups_seen(view))),
         indication=_seen_in_groups,
         lines=_lines_of_groups,
-        mend=_mend_groups,
+        mend="reduce over all {ranks} ranks (DDP: no process_group), and divide by {ranks}.",
     ),
     Hypothesis(
         name="nodes_not_reduced",
@@ -432,7 +396,7 @@ SEPARATE_GROUPS = (
         held=_in_nodes,
         indication=_seen_in_some,
         lines=_lines_of_wrapper,
-        mend=_mend_groups,
+        mend="reduce over all {ranks} ranks (DDP: no process_group), and divide by {ranks}.",
     ),
 )
 
@@ -447,7 +411,7 @@ LEFT_OUT = (
         tell_apart="Use more than one rank on every node.",
         held=_without_ranks,
         lines=_lines_of_left_out,
-        mend=_mend_left_out,
+        mend="let every rank keep its gradient, and take part in an all_reduce of all {ranks}.",
     ),
     Hypothesis(
         name="node_left_out",
@@ -458,7 +422,7 @@ LEFT_OUT = (
         tell_apart="Use more than one rank on every node.",
         held=_without_node,
         lines=_lines_of_left_out,
-        mend=_mend_left_out,
+        mend="let every rank keep its gradient, and take part in an all_reduce of all {ranks}.",
     ),
 )
 

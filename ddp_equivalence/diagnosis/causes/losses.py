@@ -23,7 +23,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
     Prediction,
-    Words,
     WrongFactor,
     common_loss_factor,
     every_loss_is_the_big_batch_loss,
@@ -87,9 +86,6 @@ def _lines_of_means(
     return in_order(view, line_of_loss(view, own, True), reduced)
 
 
-# The mean of means over different numbers of examples, or of what the loss counts instead.
-
-
 def _mean_of_means(view: View) -> Sequence[Prediction]:
     """The mean of what the ranks contribute, unless that is the big batch's gradient.
 
@@ -139,13 +135,6 @@ def _lines_of_uneven(view: View) -> Sequence[PointedLine]:
     listed = ", ".join(map(str, counts)) if len(counts) <= MOST_COUNTS else ""
     own = f"means over {listed} examples, by rank" if listed else "each rank's own mean"
     return _lines_of_means(view, own)
-
-
-def _mend_uneven(view: View) -> str:
-    if _uneven_micro_batches(view):
-        return "divide each micro-batch's summed loss by the examples of all of them on this rank."
-    summed = f"divide the summed loss by all {view.setting.example_count} examples"
-    return _divided_by_all(view, summed, f"{view.world_size}, the number of ranks")
 
 
 def _of_counts(view: View) -> Sequence[Prediction]:
@@ -205,9 +194,6 @@ def mend_counts(view: View) -> str:
     return _divided_by_all(view, summed, f"{count} (world size)")
 
 
-# The mean of the nodes' means, which divide by different numbers.
-
-
 def _of_nodes(view: View) -> Sequence[Prediction]:
     """The mean of the nodes' means, with the ranks of a node taken together or averaged."""
     nodes = view.setting.ranks_by_node
@@ -242,8 +228,7 @@ def _lines_of_nodes(view: View) -> Sequence[PointedLine]:
     for place in view.observed.calls.reductions:
         joins = any(not any(node.issuperset(group) for node in nodes) for group in place.groups)
         (between if joins else inside).append(place)
-    unit, counts = _held_by_nodes(view)
-    note = f"joins the nodes, which hold {' and '.join(f'{one:g}' for one in counts)} {unit}"
+    note = "joins the nodes, which count equally"
     joining = last_of(between, note) or first_of(view.observed.calls.places(Kind.WRAP), note)
     return [*last_of(inside, "reduces inside each node", is_fault=False), *joining]
 
@@ -265,21 +250,6 @@ def _amounts(view: View) -> tuple[str, list[float]] | None:
     for unit, counts in counts_that_fit(view, parts):
         return (unit, counts) if max(counts) > min(counts) else None
     return None
-
-
-def _held_by_nodes(view: View) -> tuple[str, list[float]]:
-    """The same; where it is not known, the numbers of ranks, by which the nodes then differ."""
-    ranks = [float(len(ranks)) for ranks in view.setting.ranks_by_node]
-    return _amounts(view) or ("ranks", ranks)
-
-
-def _mend_nodes(view: View) -> str:
-    unit, counts = _held_by_nodes(view)
-    weights = " and ".join(f"{count:g}/{sum(counts):g}" for count in counts)
-    return f"weight the nodes by their {unit}, {weights}, not by 1/{len(counts)} each."
-
-
-# The loss divides by another count of the batch than the loss of the big batch.
 
 
 def _ratios(view: View) -> list[WrongCount]:
@@ -346,19 +316,6 @@ def _wrong_and_right(ratio: WrongCount) -> tuple[str, str]:
     return text_of(ratio.counts[0], ".6g"), text_of(ratio.total, ".6g")
 
 
-def _words_of_ratio(view: View) -> Words | None:
-    """Less than the sentence says, where nothing of a wrong divisor was seen."""
-    ratios = _ratios(view)
-    if not ratios or _division_seen(view) is not None:
-        return None
-    wrong, right = _wrong_and_right(ratios[0])
-    sentence = (
-        f"Gradients are {text_of(ratios[0].factor, '.4g')} times what they should be. That is "
-        f"{right} / {wrong}, two counts of the batch, so the loss may divide by the wrong one."
-    )
-    return Words(sentence, f"gradients are {right} / {wrong} of the right ones", is_guess=True)
-
-
 def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
     """Where the loss or the gradients are divided, and where the divisor comes from."""
     ratios, own = _ratios(view), counts_by_rank(view)
@@ -388,9 +345,6 @@ def _mend_another_count(view: View) -> str:
     total = text_of(own[0].total, ".6g")
     summed = f"divide the summed loss by {total} ({own[0].right_unit}, on all ranks)"
     return _divided_by_all(view, summed, f"{view.world_size} (world size)")
-
-
-# A sum over a rank's own examples, where the big batch has a mean.
 
 
 def _every_normaliser(view: View) -> Sequence[WrongFactor]:
@@ -443,9 +397,6 @@ def _lines_of_sum(view: View) -> Sequence[PointedLine]:
 
 
 # Every rank computes the loss of the whole batch, but only its own part carries a gradient.
-
-OF_TORCH = "torch.distributed.nn.functional"
-"""The collectives of torch that pass a gradient on."""
 
 
 def _own_part_alone(view: View) -> Sequence[WrongFactor]:
@@ -519,17 +470,6 @@ def _loses(place: CallSite) -> bool:
     return any(call.collective and call.collective.loses_gradient for call in place.calls)
 
 
-def _words_of_gather(view: View) -> Words | None:
-    if not _compares_own_rows(view):
-        return None
-    return Words(
-        "Every rank computes the loss of its own examples against the outputs of all ranks, and "
-        "what it gathered from the others carries no gradient: an output gets the gradient of its "
-        "own rank's loss only.",
-        "gathered outputs carry no gradient",
-    )
-
-
 def _lines_that_gather(view: View) -> Sequence[PointedLine]:
     """The collective in the forward pass, and the loss that is computed from what it returns."""
     gathers, is_own = _gathers(view), _compares_own_rows(view)
@@ -575,17 +515,6 @@ def _own_backwards(view: View) -> list[OwnBackward]:
     ]
 
 
-def _mend_gather(view: View) -> str:
-    gathers = _gathers(view)
-    ops = [place.op for place in gathers]
-    if set(ops) == {"all_reduce"} and max(map(_elements, gathers)) == 1:  # a loss: DDP averages it
-        return "call backward() on the rank's own loss, and reduce a detached copy for the log."
-    op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"
-    for own in [] if any(map(_loses, gathers)) else _own_backwards(view)[:1]:
-        return f"all_reduce the gradient in {own.name}.backward, or use {OF_TORCH}.{op}."
-    return f"use {OF_TORCH}.{op}, which passes the gradient on."
-
-
 UNEQUAL_MEANS = (
     Hypothesis(
         name="uneven_shards_weighted_equally",
@@ -597,9 +526,8 @@ UNEQUAL_MEANS = (
         tell_apart="Give all ranks equally many examples: only this difference then goes away.",
         held=lambda view: _mean_of_means(view) if is_mean_over_examples(view) else (),
         lines=_lines_of_uneven,
-        mend=_mend_uneven,
+        mend="divide the summed loss by all {examples} examples, times {ranks} where DDP averages.",
         limits_must_catch=True,
-        of_the_loss=True,
         wrong_divisor=True,
     ),
     Hypothesis(
@@ -614,7 +542,6 @@ UNEQUAL_MEANS = (
         lines=_lines_of_counts,
         mend=mend_counts,
         limits_must_catch=True,
-        of_the_loss=True,
         wrong_divisor=True,
     ),
     Hypothesis(
@@ -628,9 +555,8 @@ UNEQUAL_MEANS = (
         "then goes away.",
         held=_of_nodes,
         lines=_lines_of_nodes,
-        mend=_mend_nodes,
+        mend="weight the {nodes} nodes by what their losses divide by, not equally.",
         limits_must_catch=True,
-        of_the_loss=True,
     ),
 )
 
@@ -648,15 +574,15 @@ ANOTHER_COUNT = Hypothesis(
     indication=_division_seen,
     lines=_lines_of_another_count,
     mend=_mend_another_count,
-    words=_words_of_ratio,
-    of_the_loss=True,
+    guess="A division by another count of the batch",
+    seen=lambda view: not _ratios(view) or _division_seen(view) is not None,
     wrong_divisor=True,
 )
 
 GATHER_WITHOUT_GRADIENT = Hypothesis(
     name="gather_without_gradient",
-    sentence="Every rank computes the loss of the whole batch, but only the rank's own examples "
-    "carry a gradient. The average over the ranks then divides once too often by their number.",
+    sentence="Outputs that a rank gathered from others carry no gradient, so that an example gets "
+    "the gradient of the loss of its own rank only.",
     look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on; "
     "use the functions of torch.distributed.nn.functional, which do",
     headline="gathered outputs carry no gradient",
@@ -665,9 +591,7 @@ GATHER_WITHOUT_GRADIENT = Hypothesis(
     multiples=_own_part_alone,
     indication=_loss_of_the_whole_batch,
     lines=_lines_that_gather,
-    mend=_mend_gather,
-    words=_words_of_gather,
-    of_the_loss=True,
+    mend="use a collective of torch.distributed.nn.functional, or the rank's own loss alone.",
     of_a_number=True,
 )
 
@@ -681,7 +605,6 @@ LOCAL_LOSS_SUMMED = Hypothesis(
     indication=_no_sum_of_losses,
     lines=_lines_of_sum,
     mend='take the mean over the rank\'s own examples: reduction="mean", not "sum".',
-    of_the_loss=True,
     of_a_number=True,
     wrong_divisor=True,
 )

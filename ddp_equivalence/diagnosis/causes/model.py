@@ -47,8 +47,6 @@ NEAR = 0.05
 
 MOST_LINES = 2
 
-# Means of gradients that were each computed from one part alone.
-
 
 def _means_of_parts(view: View, weighted: bool = False) -> list[Tensor]:
     """The means of what each part gives alone; [] if there is one part, or if they are not known.
@@ -132,9 +130,6 @@ def _why_no_mean(view: View) -> Indication | None:
     return Indication(True, why_not_additive(view)) if _of_a_statistic(view) else None
 
 
-# Gradients that are computed again with what each forward pass drew, or with its buffers.
-
-
 def _mean_over_forwards(
     view: View, gradient: Callable[[tuple[int, ...], Forward], Tensor]
 ) -> Sequence[Prediction]:
@@ -210,12 +205,6 @@ def _lines_that_draw(view: View) -> Sequence[PointedLine]:
     return modules or draw_lines(view, others)
 
 
-def _mend_draws(view: View) -> str:
-    if not module_lines(view, DROPOUTS, "") and draw_lines(view, ""):
-        return "none is needed; compare with these numbers as a part of the batch, or drawing none."
-    return "none is needed; compare with dropout turned off (model.eval() or p=0)."
-
-
 def _same_seeds(view: View) -> list[CallSite]:
     places = view.observed.calls.places(Kind.SEED, where=lambda call: call.backwards == 0)
     return [
@@ -236,12 +225,6 @@ def _lines_that_seed(view: View) -> Sequence[PointedLine]:
     modules = module_lines(view, DROPOUTS, after, is_property=False)
     modules = modules or draw_lines(view, "draws the same numbers on every rank")[:1]
     return [*seeded, *(replace(one, is_fault=not seeded) for one in modules)]
-
-
-def _mend_seed(view: View) -> str:
-    seeds = _same_seeds(view)
-    seed = f"{seeds[-1].first.value:.0f}" if seeds else "seed"
-    return f"torch.manual_seed({seed} + rank), after the weights are built alike on all ranks."
 
 
 def _with_own_buffers(view: View) -> Sequence[Prediction]:
@@ -300,7 +283,8 @@ OTHER_DRAWS = Hypothesis(
     held=_with_other_masks,
     indication=_no_common_seed,
     lines=_lines_that_draw,
-    mend=_mend_draws,
+    mend="none is needed; compare with dropout turned off (model.eval() or p=0), or with these "
+    "numbers as a part of the batch.",
     limits_must_catch=True,
 )
 
@@ -314,7 +298,7 @@ SAME_DRAWS = Hypothesis(
     held=_with_the_same_masks,
     indication=_one_seed,
     lines=_lines_that_seed,
-    mend=_mend_seed,
+    mend="torch.manual_seed(seed + rank), after the weights are built alike on all ranks.",
 )
 
 CAUSES = (
@@ -360,7 +344,6 @@ CAUSES = (
         held=_coupled("batch_statistics_local"),
         lines=lambda view: loss_lines(view, STATISTICS, "statistics of one rank's examples"),
         mend="none is needed; take statistics of all ranks' outputs, gathered with their gradient.",
-        of_the_loss=True,
     ),
     Hypothesis(
         name=STATISTIC,
@@ -378,7 +361,6 @@ CAUSES = (
         ),
         mend="gather what the statistic is taken of from all ranks, with its gradient, or average "
         "the mean inside it.",
-        of_the_loss=True,
     ),
     Hypothesis(
         name="buffers_differ_between_ranks",

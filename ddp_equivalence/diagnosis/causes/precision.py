@@ -25,9 +25,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
-    lines_that_made,
 )
-from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -62,8 +60,6 @@ def _losses_scaled(view: View) -> Indication | None:
     if loss_factor is None or losses_close(loss_factor, view.world_size):
         return None
     is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
-    if is_a_scale and _may_be_a_count(view, loss_factor):
-        return None
     if is_a_scale and held and losses_close(loss_factor, held):
         times = text_of(loss_factor, ".6g")
         return Indication(True, f"backward began at {times} times the loss of the rank's examples")
@@ -71,14 +67,6 @@ def _losses_scaled(view: View) -> Indication | None:
         because = "backward began at the loss of the rank's own examples, not scaled"
         return Indication(False, because)
     return None
-
-
-def _may_be_a_count(view: View, loss_factor: float) -> bool:
-    """True if the loss is as many times too large as a sum is, and no scaler was called."""
-    counts = view.setting.divisor_candidates.values()
-    return not view.observed.calls.places(Kind.SCALE) and any(
-        losses_close(loss_factor, count / view.world_size) for count in counts
-    )
 
 
 def _lines_of_scale(view: View) -> Sequence[PointedLine]:
@@ -102,16 +90,6 @@ def _lines_of_scale(view: View) -> Sequence[PointedLine]:
     return in_order(view, *scaling, *backward)
 
 
-def _mend_scale(view: View) -> str:
-    scale = common_factor(view) or 0.0
-    if 0 < scale < 1:
-        return f"do not divide by {text_of(1 / scale, '.6g')}: nothing was multiplied by it."
-    number = text_of(scale, ".6g") if scale else "the scale"
-    if view.observed.calls.places(Kind.SCALE):
-        return f"unscale the gradients (scaler.unscale_) after backward: divide them by {number}."
-    return f"divide the gradients by {number}, the loss scale, after backward."
-
-
 # Every rank scales its loss, and unscales its gradient, with a scale of its own.
 
 EQUAL = 1e-2
@@ -119,9 +97,6 @@ EQUAL = 1e-2
 
 NO_WEIGHT = 1e-9
 """A weight that is smaller than this, relative to the largest, counts as zero."""
-
-MOST_NUMBERS = 6
-"""The scales of more ranks are not listed."""
 
 
 def _own_scales(view: View) -> Sequence[Prediction]:
@@ -170,42 +145,26 @@ def _loss_ratios(view: View) -> list[float]:
 
 def _lines_of_own_scales(view: View) -> Sequence[PointedLine]:
     """Where each rank scales, and where it unscales, if this was seen."""
-    calls, ratios = view.observed.calls, _loss_ratios(view)
-    scaled = [
-        place.pointed(f"scales by {numbers}, by rank", True)
-        for place in calls.places(Kind.SCALE)
-        if (numbers := _by_rank(place, lambda call: call.value))
-    ]
-    begun = []
-    if ratios and not scaled:
-        begun = first_of(calls.backwards, f"begins at {_listed(ratios)} times the loss, by rank")
-    changed = [
-        place.pointed(f"divides gradients by {numbers}, by rank", not scaled and not begun)
-        for place in calls.changes()
-        if (numbers := _by_rank(place, _divisor))
-    ]
-    if not scaled and not changed:
+    calls = view.observed.calls
+    scaled = _unlike(calls.places(Kind.SCALE), lambda call: call.value)
+    changed = _unlike(calls.changes(), lambda call: call.factor)
+    note = "uses another number on each rank"
+    begun = calls.backwards if _loss_ratios(view) and not scaled else []
+    shown = [*last_of(scaled, note), *first_of(begun, "begins at another multiple on each rank")]
+    if not shown and not changed:
         return in_order(view, line_of_reduction(view, is_fault=True))
     reduced = None if begun else line_of_reduction(view)
-    return in_order(view, *scaled[-1:], *begun, reduced, *changed[-1:])
+    return in_order(view, *shown, reduced, *last_of(changed, note, is_fault=not shown))
 
 
-def _divisor(call: Call) -> float | None:
-    return 1 / call.factor if call.factor else None
-
-
-def _by_rank(place: CallSite, number: Callable[[Call], float | None]) -> str:
-    """The numbers of all ranks' first calls, as text; "" if they are equal or not known."""
-    numbers = [number(place.by_rank[rank][0]) for rank in place.ranks]
-    known = [one for one in numbers if one is not None]
-    if len(known) < len(numbers) or all(losses_close(one, known[0]) for one in known):
-        return ""
-    return _listed(known)
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    shown = ", ".join(text_of(one, ".4g") for one in numbers[:MOST_NUMBERS])
-    return shown + (", ..." if len(numbers) > MOST_NUMBERS else "")
+def _unlike(places: Sequence[CallSite], number: Callable[[Call], float | None]) -> list[CallSite]:
+    """The places that use another number on each rank, in their first calls."""
+    by_place = [(one, [number(calls[0]) for calls in one.by_rank.values()]) for one in places]
+    return [
+        one
+        for one, numbers in by_place
+        if None not in numbers and not all(losses_close(n or 0, numbers[0] or 0) for n in numbers)
+    ]
 
 
 # A sum over the ranks is too large for the type that it is computed in.
@@ -318,8 +277,7 @@ def _lines_of_narrow_type(view: View) -> Sequence[PointedLine]:
     for place in reversed([one for one in narrow if one.line not in backwards]):
         dtype = place.first.collective.dtype if place.first.collective else ""
         note = f"reduces in {dtype}"
-        made = lines_that_made(run_lines(view, place.ranks[0]), narrow[-1], is_fault=False)
-        return [*made, place.pointed(note, True)]
+        return [place.pointed(note, True)]
     hooks = calls.places(Kind.HOOK)
     if hooks:
         return last_of(hooks, hook_text(hooks[-1]))
@@ -344,8 +302,7 @@ NOT_UNSCALED = Hypothesis(
     multiples=_every_scale,
     indication=_losses_scaled,
     lines=_lines_of_scale,
-    mend=_mend_scale,
-    of_the_loss=True,
+    mend="divide the gradients once (scaler.unscale_) by what the loss was multiplied by.",
     of_a_number=True,
 )
 
@@ -362,7 +319,6 @@ OWN_SCALES = Hypothesis(
     indication=_losses_scaled_apart,
     lines=_lines_of_own_scales,
     mend="give all {ranks} ranks one scale: reduce it, or its input, before it is used.",
-    of_the_loss=True,
 )
 
 ROUNDS_DIFFERENTLY = Hypothesis(

@@ -13,17 +13,13 @@ from ddp_equivalence.diagnosis.hypothesis import (
     indication_if,
     where_all_report,
 )
-from ddp_equivalence.diagnosis.lines.of_groups import (
-    lines_of_sharding,
-    sharded_names,
-)
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_no_sync,
+    lines_of_sharding,
     lines_that_keep_from_reducing,
     lines_that_left_out,
+    sharded_names,
 )
-from ddp_equivalence.diagnosis.lines.origins import given_at
-from ddp_equivalence.diagnosis.lines.source import arguments_of, last_name
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import (
     gradients_were_reduced,
@@ -33,18 +29,13 @@ from ddp_equivalence.diagnosis.reduced import (
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import REDUCING, CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
 from ddp_equivalence.measurement.observation import Observation
 
 BY_CALLS = (
     "Gradients alone cannot decide: look at what was called, with which flags, and which "
     "collectives ran."
 )
-
-NAMES_SHOWN = 4
-
-NEAR = 3
-"""A line so near to the one that is shown is seen anyway."""
 
 
 def _kept_local(
@@ -56,9 +47,6 @@ def _kept_local(
         if names is not None and not set(names) >= set(view.parameters.names):
             held = view.parameters.combined(held, view.expected_by_rank, frozenset(names))
         yield Prediction(held, detail)
-
-
-# No gradient is reduced.
 
 
 def _all_kept_local(view: View) -> Sequence[Prediction]:
@@ -102,15 +90,6 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
     alone = [] if view.observed.wrappers else calls.backwards
     note = "no collective reduces its gradients"
     return lines_that_keep_from_reducing(view) or last_of(alone, note, True, missing)
-
-
-def _mend_nothing_reduced(view: View) -> str:
-    count = view.world_size
-    if view.observed.calls.places(Kind.HOOK):
-        return f"let the hook all_reduce its bucket over the {count} ranks, and divide by {count}."
-    if not view.observed.by_rank or view.observed.wrappers:
-        return f"let DDP reduce, or all_reduce each gradient yourself, and divide by {count}."
-    return f"after backward all_reduce each gradient over {count} ranks, and divide by {count}."
 
 
 def _wrapper_called(view: View) -> Indication | None:
@@ -169,13 +148,6 @@ def _lines_of_no_sync(view: View) -> Sequence[PointedLine]:
     return in_order(
         view, *switched, *last_of(view.observed.calls.backwards, note, is_fault=not switched)
     )
-
-
-def _mend_no_sync(view: View) -> str:
-    passes = max((len(one.synchronised) for one in view.observed.wrappers), default=1)
-    if passes > 1:
-        return f"run the last of the {passes} forward passes outside no_sync."
-    return "run the forward pass outside no_sync, with require_backward_grad_sync on."
 
 
 def _wrapper_gone(view: View) -> Indication | None:
@@ -309,53 +281,15 @@ def _lines_of_copies(view: View) -> Sequence[PointedLine]:
 
 
 def _lines_of(place: CallSite) -> list[PointedLine]:
-    """The line that reduces copies; before it those of the caller that made them, if it is one."""
-    elements = sum(call.collective.elements for call in place.calls if call.collective)
+    """The line that reduces copies, after the one that made them."""
     names = {name for call in place.calls for name in _copied_by(call)}
-    copies = f"{counted(len(names), 'gradient')}, not the gradient{'s' if len(names) > 1 else ''}"
-    is_part = any(call.collective.parts_of for call in place.calls if call.collective)
-    what = "copies of parts" if is_part else "copies"
-    note = f"reduced {elements} elements: {what} of {copies} themselves"
-    missing = "copy the result back into each .grad"
-    made, site = place.first.made_at, _site(place)
-    whose = f"a copy of {'a part of ' if is_part else ''}.grad of {names_text(sorted(names))}"
-    copying = f"makes what line {place.line.number} reduces: {whose}"
-    is_far = (
-        site is not None or is_part or abs(made.number - place.line.number) > NEAR if made else 0
-    )
-    is_fault = site is not None or is_part
-    makes = [PointedLine(made, copying, is_fault)] if made is not None and is_far else []
-    if site is None:
-        return [place.pointed(note, is_fault=True, missing=missing), *makes]
-    leads = (
-        f"leads to line {place.line.number}"
-        if makes
-        else f"gives {whose} to line {place.line.number}"
-    )
-    return [*makes, PointedLine(site, leads, True, missing), place.pointed(note)]
-
-
-def _site(place: CallSite) -> CodeLine | None:
-    """The line that gave the copies to the helper which reduces them; None if one function does
-    both.
-    """
-    given, callers = given_at(place.line, ("tensor",), 0, (place.op,)), place.first.callers
-    function = given.place.function if given is not None else None
-    if given is None or function is None or not callers:
-        return None
-    return callers[0] if last_name(given.expression) in arguments_of(function) else None
-
-
-def _mend_copies(view: View) -> str:
-    places = _reductions_of_copies(view)
-    after = (_site(places[-1]) or places[-1].line) if places else None
-    where = f"after line {after.number} " if after is not None else ""
-    return (
-        f"{where}copy the reduced tensor back into each .grad, divided by {view.world_size} once."
-    )
-
-
-# Only some parameters are not reduced.
+    note = f"reduced copies of {counted(len(names), 'gradient')}, not the gradients themselves"
+    made = place.first.made_at
+    makes = [] if made in (None, place.line) else [made]
+    return [
+        *(PointedLine(one, f"makes what line {place.line.number} reduces") for one in makes if one),
+        place.pointed(note, True, "copy the result back into each .grad"),
+    ]
 
 
 def kept_local_in_part(view: View) -> Sequence[Prediction]:
@@ -363,7 +297,7 @@ def kept_local_in_part(view: View) -> Sequence[Prediction]:
     if not where_all_report(view) or not view.measured.only_some_parameters_differ:
         return ()
     differing, measured = view.measured.differing, view.measured.by_rank
-    detail = _first_names(differing)
+    detail = names_text(sorted(differing))
     places = view.parameters.positions_of(sorted(differing))
     candidates = zip(_kept_local(view, differing, detail), view.local_gradients, strict=True)
     found = [
@@ -378,10 +312,6 @@ def kept_local_in_part(view: View) -> Sequence[Prediction]:
         held = view.parameters.combined(held, view.expected_by_rank, differing)
         found.append(Prediction(held, detail, fitted=True))
     return found
-
-
-def _first_names(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
 
 
 def _unreduced_in_part(view: View) -> Sequence[Prediction]:
@@ -441,12 +371,6 @@ def _lines_of_buckets(view: View) -> Sequence[PointedLine]:
     return [*last_of(hooks, note, is_fault=not pointed), *pointed]
 
 
-def _mend_buckets(view: View) -> str:
-    if _hooks(view):
-        return f"let the communication hook reduce every bucket, also that of {_left_out(view)}."
-    return f"use {_left_out(view)} in every forward pass, or give DDP find_unused_parameters=True."
-
-
 def _others_reduced(view: View) -> Indication | None:
     """Compares the parameters that differ with what DDP ignores, and with what was reduced."""
     differing, wrappers = view.measured.differing, view.observed.wrappers
@@ -495,8 +419,6 @@ def _lines_that_keep_out(view: View) -> list[PointedLine]:
 
 def _mend_others(view: View) -> str:
     left_out, count = _left_out(view), len(view.parameters.names)
-    if _hooks(view):
-        return _mend_buckets(view)
     if sharded_names(view):
         return f"do not keep {left_out} from FSDP, or all_reduce their gradients yourself."
     if not view.observed.wrappers:
@@ -509,14 +431,11 @@ def _mend_others(view: View) -> str:
     return f"wrap the model after {left_out} became a part of it, and use it in every iteration."
 
 
-# DDP reduces in the first step, and not in a later one that uses other parameters.
-
-
 def _in_a_later_step(view: View) -> Sequence[Prediction]:
     """Every rank's own gradient of what differs, in a step that leaves a parameter out."""
     unused = _unused_now(view)
     some = view.measured.differing if view.measured.only_some_parameters_differ else None
-    return list(_kept_local(view, some, f"without {_shown(unused)}")) if unused else ()
+    return list(_kept_local(view, some, f"without {names_text(unused)}")) if unused else ()
 
 
 def _unused_now(view: View) -> tuple[str, ...]:
@@ -568,17 +487,12 @@ def _is_static(view: View) -> bool:
     return any(bool(wrapper.logged.get("static_graph")) for wrapper in view.observed.wrappers)
 
 
-def _shown(names: Sequence[str]) -> str:
-    most = NAMES_SHOWN - 1
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
-
-
 def _other_graph(view: View) -> Indication | None:
     unused = _unused_now(view)
     static = "; static_graph was set" if _is_static(view) else ""
     because = (
-        f"{_shown(unused)} had a gradient in step 1 and none in step {view.setting.step + 1}, so "
-        f"that DDP waited for the rest of a bucket{static}"
+        f"{names_text(unused)} had a gradient in step 1 and none in step {view.setting.step + 1}, "
+        f"so that DDP waited for the rest of a bucket{static}"
     )
     return Indication(True, because) if unused else None
 
@@ -586,7 +500,7 @@ def _other_graph(view: View) -> Indication | None:
 def _lines_of_graph(view: View) -> Sequence[PointedLine]:
     """Where DDP was made, and the backward in which it reduced nothing."""
     setting = "static_graph=True" if _is_static(view) else "find_unused_parameters=False"
-    note = f"in step {view.setting.step + 1} it reduces nothing of {_shown(_unused_now(view))}"
+    note = f"in step {view.setting.step + 1} it reduces nothing of {names_text(_unused_now(view))}"
     return [
         *last_of(view.observed.calls_of_all_steps.places(Kind.WRAP), f"made with {setting}"),
         *first_of(view.observed.calls.backwards, note, is_fault=False),
@@ -610,7 +524,7 @@ NO_GRADIENT_REDUCED = (
         held=_copies_alone,
         indication=_copies_not_used,
         lines=_lines_of_copies,
-        mend=_mend_copies,
+        mend="copy the reduced tensor back into each .grad, divided by {ranks} once.",
     ),
     _unreduced(
         name="no_all_reduce",
@@ -620,7 +534,7 @@ NO_GRADIENT_REDUCED = (
         headline="gradients are never reduced",
         indication=_nothing_reduced,
         lines=_lines_that_reduce_nothing,
-        mend=_mend_nothing_reduced,
+        mend="let DDP, its hook or an all_reduce average each gradient over {ranks} ranks.",
         limits_must_catch=True,
     ),
     _unreduced(
@@ -643,7 +557,7 @@ NO_GRADIENT_REDUCED = (
         headline="synchronisation stays off in every forward",
         indication=_synchronised,
         lines=_lines_of_no_sync,
-        mend=_mend_no_sync,
+        mend="run the last forward pass of a step outside no_sync.",
     ),
     _unreduced(
         name="wrapper_dropped",
@@ -697,7 +611,7 @@ SOME_NOT_REDUCED = (
         held=_of_buckets,
         indication=_whole_buckets,
         lines=_lines_of_buckets,
-        mend=_mend_buckets,
+        mend="reduce every bucket in the hook, or use all parameters in every forward pass.",
     ),
     Hypothesis(
         name="parameter_not_reduced",

@@ -26,13 +26,13 @@ from ddp_equivalence.diagnosis.hypothesis import (
     where_all_report,
 )
 from ddp_equivalence.diagnosis.lines.decisions import at_meeting
-from ddp_equivalence.diagnosis.lines.of_gradients import (
-    backward_count,
-    lines_that_clear,
-)
-from ddp_equivalence.diagnosis.lines.of_groups import sharded_names
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
-from ddp_equivalence.diagnosis.lines.of_reduction import by_hand
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    backward_count,
+    by_hand,
+    lines_that_clear,
+    sharded_names,
+)
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of
 from ddp_equivalence.diagnosis.means_of_parts import gradients_by_backward
 from ddp_equivalence.diagnosis.residual import nearly_equal
@@ -54,9 +54,6 @@ TWO_MICRO_BATCHES = "Use at least two micro-batches with different examples."
 def _has_windows(view: View) -> bool:
     """True if a rank has several micro-batches."""
     return any(len(of_rank) != 1 for of_rank in view.parts.by_rank or ())
-
-
-# The losses of micro-batches are added up, and not divided by their number.
 
 
 def _added_up(view: View) -> Sequence[Prediction]:
@@ -104,9 +101,6 @@ def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
     if loss is not None and backward and loss.line == backward[-1].line:
         return [replace(loss, note=f"{note}, not divided")]
     return in_order(view, loss, *last_of(backward, note, is_fault=False))
-
-
-# A shorter window is divided by the number of micro-batches of a full one.
 
 
 def _divided_by_full(view: View) -> Sequence[Prediction]:
@@ -181,17 +175,6 @@ def _lines_of_short_window(view: View) -> Sequence[PointedLine]:
     return one_by_one or last_of(calls.multiplied_by(1 / at_once), note)
 
 
-def _mend_short_window(view: View) -> str:
-    lengths = set(_lengths(view))
-    count = f" ({lengths.pop()})" if len(lengths) == 1 else ""
-    return (
-        f"divide by the number of micro-batches in this window{count}, not by {_full_window(view)}."
-    )
-
-
-# The reduction comes at another micro-batch than the last, or the window loses some.
-
-
 def _reduced_early(view: View) -> Iterator[Prediction]:
     """The micro-batches up to the reduction are averaged, and those after it stay local."""
     for gradients in _stacked_micro_batches(view) if where_all_report(view) else ():
@@ -239,34 +222,21 @@ def _synchronised_before(view: View) -> Indication | None:
     return None
 
 
-def _lines_of_boundary(view: View) -> Sequence[PointedLine]:
-    """Where the window ends too early, and the last backward, which is left out."""
+def _lines_of_window(view: View) -> Sequence[PointedLine]:
+    """Where the window ends too early or loses what was added up, and its last backward."""
     calls, count = view.observed.calls, backward_count(view)
     last = last_of(calls.backwards, f"backward {count} of {count}", is_fault=False)
     cleared = lines_that_clear(view)
     if cleared:
         return in_order(view, *last_of(cleared, "discards what was added up before"), *last)
-    of_rank = calls.of(min(calls.by_rank, default=0))
-    begun = max((one.backwards + 1 for one in of_rank if one.kind is Kind.BACKWARD), default=0)
     for place in by_hand(view):
-        late = begun - place.first.backwards
+        late = count - place.first.backwards
         if late > 0:
             note = f"reduces before the last {counted(late, 'backward')} of {count}"
             return in_order(view, place.pointed(note, True), *last)
     switched = lines_that_switch_off(view)
     note = "DDP does not reduce in the last backward" if view.observed.wrappers else ""
     return in_order(view, *switched, *last_of(calls.backwards, note, is_fault=not switched))
-
-
-def _mend_boundary(view: View) -> str:
-    count = backward_count(view)
-    if lines_that_clear(view):
-        return f"clear gradients once before the window, not between its {count} backwards."
-    if count < 2:
-        return "reduce the gradients after the last micro-batch of the window, and only then."
-    if by_hand(view):
-        return f"reduce the gradients once, after backward {count} of {count}."
-    return f"run only the first {count - 1} of the {count} forward passes under no_sync."
 
 
 def _last_alone(view: View) -> Sequence[Prediction]:
@@ -280,29 +250,6 @@ def _last_alone(view: View) -> Sequence[Prediction]:
     undivided = torch.stack([view.examples.gradient(of_rank[-1]) for of_rank in parts]).mean(0)
     why = "not divided by the number of micro-batches"
     return *on_every_rank(view, *last, detail=detail), *on_every_rank(view, undivided, detail=why)
-
-
-def _lines_of_last(view: View) -> Sequence[PointedLine]:
-    """Where gradients are cleared between two micro-batches, or what is left of them."""
-    calls, count = view.observed.calls, backward_count(view)
-    cleared = lines_that_clear(view)
-    note = f"runs between the {count} backwards, and discards what was added up"
-    times = f"backward, {count} times" if count > 1 else "backward, only once"
-    kept = "" if cleared or count < 2 else "; the gradients of the last one are kept"
-    last = last_of(calls.backwards, times + kept, is_fault=not cleared)
-    return in_order(view, *last, *first_of(cleared, note))
-
-
-def _mend_last(view: View) -> str:
-    count = backward_count(view)
-    if lines_that_clear(view):
-        return f"clear gradients once before the window, not between its {count} backwards."
-    if count > 1:
-        return f"keep the gradients of all {count} micro-batches, not only those of the last one."
-    return "call backward for every micro-batch of the window, not only for the last one."
-
-
-# Another backward runs after gradients have been reduced, and nothing reduces what it adds.
 
 
 def _later_stays_local(view: View) -> Sequence[Prediction]:
@@ -418,19 +365,6 @@ def _lines_of_later_backward(view: View) -> Sequence[PointedLine]:
     return [*shown, *added]
 
 
-def _mend_later_backward(view: View) -> str:
-    reductions, late = _reducing_and_late(view)
-    if reductions and reductions[-1].kind is Kind.BACKWARD:
-        return "add the losses and call backward() once: (loss + other_loss).backward()."
-    if reductions and late:
-        number, before = late[0].line.number, reductions[0].line.number
-        return f"move the backward of line {number} before the reduction in line {before}."
-    return "call every backward() before gradients are reduced."
-
-
-# Gradients are reduced while backward is still adding to them.
-
-
 def _race(view: View) -> Indication | None:
     """Looks at whether the step is repeatable, and at when its collectives were issued."""
     if view.observed.left_other_bits:
@@ -473,9 +407,6 @@ def _lines_of_race(view: View) -> Sequence[PointedLine]:
     if early and late:
         return at_meeting(shown[0][0], shown[1][0], early[0].first, late[0].calls[-1])
     return [*shown[0], *shown[1]]
-
-
-# The gradient of an earlier step or pass is still there when the new one is added.
 
 
 def _with_earlier(view: View) -> Sequence[Prediction]:
@@ -547,14 +478,6 @@ def _is_within_a_step(view: View) -> bool:
     return view.setting.step == 0 and backward_count(view) > 1
 
 
-def _mend_stale(view: View) -> str:
-    if not _is_within_a_step(view):
-        return (
-            "clear the gradients of all parameters (zero_grad) before the first backward of a step."
-        )
-    return "clear the gradients (zero_grad) between these two backward passes."
-
-
 NOT_DIVIDED = Hypothesis(
     name="accumulation_not_divided",
     sentence="The losses of the micro-batches were added up, not divided by their number.",
@@ -568,7 +491,6 @@ NOT_DIVIDED = Hypothesis(
     mend=lambda view: (
         f"divide each loss by {micro_batches_of_a_rank(view)}, the number of micro-batches."
     ),
-    of_the_loss=True,
     of_a_number=True,
     wrong_divisor=True,
 )
@@ -585,8 +507,7 @@ BY_FULL = Hypothesis(
     multiples=_part_of_full,
     indication=_shorter_window,
     lines=_lines_of_short_window,
-    mend=_mend_short_window,
-    of_the_loss=True,
+    mend="divide by the number of micro-batches in this window, not by that of a full one.",
     of_a_number=True,
 )
 
@@ -597,9 +518,8 @@ LAST_ALONE = Hypothesis(
     headline="only the last micro-batch counts",
     tell_apart=TWO_MICRO_BATCHES,
     held=_last_alone,
-    lines=_lines_of_last,
-    mend=_mend_last,
-    of_place=True,
+    lines=_lines_of_window,
+    mend="call backward for all micro-batches, and clear gradients only before the first.",
 )
 
 AFTER_REDUCTION = Hypothesis(
@@ -614,7 +534,7 @@ AFTER_REDUCTION = Hypothesis(
     held=_later_stays_local,
     indication=_later_backward,
     lines=_lines_of_later_backward,
-    mend=_mend_later_backward,
+    mend="add the losses and call backward() once, or reduce after the last backward().",
 )
 
 BOUNDARY = Hypothesis(
@@ -628,9 +548,8 @@ BOUNDARY = Hypothesis(
     applies=on_several_ranks,  # one rank reduces nothing, so that no boundary can be wrong
     held=_at_another_boundary,
     indication=_synchronised_before,
-    lines=_lines_of_boundary,
-    mend=_mend_boundary,
-    of_place=True,
+    lines=_lines_of_window,
+    mend="reduce once, after the last micro-batch, and clear gradients only before the first.",
 )
 
 BEFORE_END = Hypothesis(
@@ -659,5 +578,5 @@ STALE = Hypothesis(
     ),
     indication=_backward_again,
     lines=_lines_of_stale,
-    mend=_mend_stale,
+    mend="clear the gradients of all parameters (zero_grad) before this backward pass.",
 )

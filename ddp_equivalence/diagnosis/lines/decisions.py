@@ -15,21 +15,17 @@ from ddp_equivalence.diagnosis.lines.source import (
     SourceLine,
     leaving,
     place_at,
-    run_lines,
-    skipping,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine
 
-# Conditions, and statements that left a loop or skipped the rest of a pass.
-
-What = Literal["left", "skipped", "condition"]
+What = Literal["left", "condition"]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``line`` left a loop, went on with its next pass, or is a condition that chose a branch.
+    """``line`` left a loop, or is a condition that chose a branch.
 
     ``note``: what was seen of it, as a clause. ``chosen``: a condition chose this branch so often,
     of ``times``. ``test``: the condition itself.
@@ -57,7 +53,6 @@ def decisions(run: RunLines, way: Sequence[CodeLine]) -> list[Decision]:
     for line in way:
         place = place_at(line)
         if place is not None and place.function is not None:
-            place = run.beside_backward(place)
             found += [one for one in conditions(run, place) if one.chosen < one.times]
             found += _ways_out(run, place)
     return found
@@ -102,21 +97,13 @@ def _condition(run: RunLines, place: SourceLine, node: ast.If, branch: str) -> D
 
 
 def _ways_out(run: RunLines, place: SourceLine) -> Iterator[Decision]:
-    """The statements that left the loops around a line, or skipped the rest of a pass."""
+    """The statements that left the loops around a line."""
     for loop in place.loops:
         for node in leaving(loop):
             if run.count(place, node):
                 word = "returns" if isinstance(node, ast.Return) else "breaks"
                 note = f"{word} from inside the loop of line {loop.lineno}"
                 yield Decision(place.line(node), "left", note)
-        for node in skipping(loop):
-            times = run.exact_count(place, node)
-            if times and node.lineno < place.statement.lineno:
-                passed = "a pass" if times == 1 else f"{times} passes"
-                yield Decision(place.line(node), "skipped", f"ends {passed} of the loop here")
-
-
-# The two lines of one function that led to two calls, where their order is the fault.
 
 
 def meeting_lines(first: Call, second: Call) -> tuple[CodeLine, CodeLine] | None:
@@ -161,65 +148,6 @@ def at_meeting(
 def _way(call: Call) -> tuple[CodeLine, ...]:
     line = call.at
     return () if line is None else (line, *call.callers)
-
-
-# The lines that call a helper function, where what is wrong is how often or where it is called.
-
-ACTING = (Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP, Kind.ZERO_GRAD)
-
-
-def with_call_sites(view: View, lines: Sequence[PointedLine]) -> list[PointedLine]:
-    """The lines, and before the first faulty one that stands in a helper, the line beside a
-    backward pass that led to it.
-
-    Only for what was done between backward passes, or more than once to the same gradient, and for
-    lines that changed gradients: of these the call is no fault by itself.
-    """
-    rank = min(view.observed.calls.by_rank, default=0)
-    calls, run = view.observed.calls.of(rank), run_lines(view, rank)
-    backwards = [one for one in calls if one.kind is Kind.BACKWARD]
-    known = {one.line for one in lines}
-    for number, one in enumerate(lines):
-        if not one.is_fault or one.missing:
-            continue
-        acting = [call for call in calls if call.kind in ACTING and not call.in_backward]
-        made = [call for call in acting if call.at == one.line]
-        is_repeated = _is_repeated(made, len(backwards))
-        sites = {site: None for call in made if (site := _site(call, backwards)) not in known}
-        for site in sites if is_repeated or any(call.change for call in made) else ():
-            times, is_late = run.times.get(site, 0), made[0].backwards >= len(backwards)
-            if times == 1 and is_repeated and is_late and len(sites) == 1:
-                break  # what was done twice was done in one call of the helper
-            often = "once" if times == 1 else f"{times} times"
-            where = f"line {one.line.number}" if site.file == one.line.file else "the line below"
-            note = f"runs {often}, and leads to {where}"
-            return [*lines[:number], PointedLine(site, note, is_repeated), *lines[number:]]
-        break
-    return list(lines)
-
-
-def _is_repeated(made: Sequence[Call], backwards: int) -> bool:
-    """True if something was done before the last backward pass, or twice to one gradient."""
-    if any(0 < one.backwards < backwards for one in made):
-        return True
-    names = [name for call in made for name in (call.collective or call.change or call).names]
-    return len(names) > len(set(names))
-
-
-def _site(call: Call, backwards: Sequence[Call]) -> CodeLine:
-    """The line of the innermost function that made both a backward pass and this call; that of the
-    call itself, if no function did.
-    """
-    before = [one for one in backwards if one.backwards < call.backwards]
-    met = (meeting_lines(one, call) for one in (*reversed(before), *backwards))
-    own = call.at
-    assert own is not None  # such calls alone stand for a line of a report
-    return next((lines[1] for lines in met if lines is not None), own)
-
-
-# Where some ranks took another way through the user's code than all others.
-
-MOST_NUMBERS = 6
 
 
 def where_they_part(view: View, ranks: Sequence[int]) -> PointedLine | None:

@@ -13,8 +13,6 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.observation import Forward
 
-# The lines at which the loss of a step got its value, and those that multiplied it.
-
 SCALING = ("MulBackward", "DivBackward")
 """The operations that multiply a loss, as autograd names them, without the number at the end."""
 
@@ -130,8 +128,6 @@ def _pointed(call: Call, note: str, is_fault: bool, missing: str = "") -> Pointe
     return None if line is None else PointedLine(line, note, is_fault, missing)
 
 
-# The lines of a forward pass or a loss that cause a difference without being wrong.
-
 BATCH_NORMS = ("BatchNorm", "batch_norm")
 DROPOUTS = ("Dropout", "dropout", "MultiheadAttention", "RNN", "LSTM", "GRU")
 STATISTICS = ("Var", "Std", "Cov", "Corrcoef", "Mm", "Mean")
@@ -188,9 +184,6 @@ def loss_lines(view: View, functions: Sequence[str], note: str) -> Sequence[Poin
             if function in used:
                 return [place.pointed(text, is_fault=True)]
     return [place.pointed(text, is_fault=True) for place in places[:1]]
-
-
-# The lines that changed buffers of the model, and which buffers differ between the ranks.
 
 
 def buffer_changes(view: View) -> list[CallSite]:

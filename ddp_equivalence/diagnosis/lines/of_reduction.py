@@ -1,21 +1,26 @@
-"""The lines of a reduction: what it reduces, how often, for whom, and where its result goes."""
+"""The lines of a reduction: what it reduces, in which groups, how often, and what it loses."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions
-from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
+from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
+from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions, where_they_part
+from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.origins import (
     Origin,
+    Origins,
     chosen,
+    divided_by_in,
     divisors,
+    given_at,
     gone_through,
     line_of_compared,
     made_of,
     of_line,
+    set_at,
 )
 from ddp_equivalence.diagnosis.lines.source import (
     LOOPS,
@@ -26,12 +31,18 @@ from ddp_equivalence.diagnosis.lines.source import (
     place_of,
     run_lines,
 )
-from ddp_equivalence.diagnosis.lines.words import scaling_text
+from ddp_equivalence.diagnosis.lines.words import (
+    counted,
+    first_of,
+    in_order,
+    last_of,
+    names_text,
+    scaling_text,
+)
+from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
-
-# The lines at which gradients are reduced, and those that multiply them by a number.
 
 SAME = 1e-3
 """Gradients have a common factor if this much of them, relative to their norm, has not."""
@@ -109,6 +120,27 @@ def line_that_scales(view: View, factor: float) -> PointedLine | None:
     return line_that_scales_gradients(view, factor) or line_that_scales_loss(view, factor)
 
 
+def lines_of_factor(
+    view: View,
+    factor: float,
+    loss: str = "",
+    note: Callable[[str], str] = str,
+    missing: str = "",
+) -> Sequence[PointedLine]:
+    """The line that multiplies gradients or the loss by this number, and where they are reduced.
+
+    Without such a line: that of the loss, if ``loss`` says what is wrong with it, or else the
+    reduction; something is ``missing`` there. ``note``: as in ``line_of_reduction``.
+    """
+    scaled = line_that_scales(view, factor)
+    if scaled is not None:
+        return in_order(view, line_of_reduction(view), scaled)
+    made = line_of_loss(view, loss, True, missing) if loss else None
+    if made is not None:
+        return in_order(view, made, line_of_reduction(view, note))
+    return in_order(view, line_of_reduction(view, note, True, missing))
+
+
 def averages(view: View) -> bool:
     """True if the reduction itself divides by the number of ranks: DDP without a hook, or AVG."""
     if by_hand(view):
@@ -136,9 +168,6 @@ def _operation(place: CallSite) -> str:
     return "" if collective is None else f"{collective.op} {collective.reduce_op}".strip()
 
 
-# The lines around a reduction that decided what it reduces, how often it runs, and for whom.
-
-
 def way_to(view: View, call: Call) -> tuple[CodeLine, ...]:
     """The line that made a call and those that led to it, the innermost first, up to the function
     that called backward; of a call in a hook, only those of the hook.
@@ -162,12 +191,12 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
     """The line that kept some gradients from being reduced at this place; [] if none was seen.
 
     The first of these that was seen: a line that left the loop, a condition that was not always the
-    same, a line that skipped the rest of a pass, and the line that made what the loop goes through.
+    same, and the line that made what the loop goes through.
     """
     run = run_lines(view, place.ranks[0])
     way = way_to(view, place.first)
     decided = decisions(run, way)
-    for kind in ("left", "condition", "skipped"):
+    for kind in ("left", "condition"):
         for one in decided:
             if one.what == kind:
                 return [*line_of_compared(run, one.test, one.line), one.pointed()]
@@ -180,7 +209,7 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
 
 
 def lines_that_made(
-    run: RunLines, place: CallSite, callers: Sequence[CodeLine] = (), is_fault: bool = True
+    run: RunLines, place: CallSite, callers: Sequence[CodeLine] = ()
 ) -> list[PointedLine]:
     """The line that made the tensor which a collective was given, or what it was made of."""
     made_at = place.first.made_at
@@ -189,9 +218,9 @@ def lines_that_made(
     made = chosen(of_line(run, made_at, callers))
     if made is None or made.line in (made_at, place.line):
         note = f"makes the tensor that line {place.line.number} is given"
-        return [PointedLine(made_at, note, is_fault)]
+        return [PointedLine(made_at, note, True)]
     note = f"gives {made.name}, of which line {made_at.number} is made"
-    return [PointedLine(made.line, note, is_fault)]
+    return [PointedLine(made.line, note, True)]
 
 
 def lines_of_no_sync(view: View) -> list[PointedLine]:
@@ -201,25 +230,8 @@ def lines_of_no_sync(view: View) -> list[PointedLine]:
         decision = next(conditions(run, at), None) if at is not None else None
         if decision is not None:
             return [decision.pointed(), place.pointed("no synchronisation inside")]
-        made = _context_made(run, at)
-        return [
-            *(PointedLine(one, "chooses whether DDP synchronises", True) for one in made),
-            place.pointed("no synchronisation inside", is_fault=not made),
-        ]
+        return [place.pointed("no synchronisation inside", is_fault=True)]
     return []
-
-
-def _context_made(run: RunLines, place: SourceLine | None) -> Sequence[CodeLine]:
-    """The line that chose the context which a ``with`` enters by name."""
-    if place is None or not isinstance(place.statement, (ast.With, ast.AsyncWith)):
-        return ()
-    for item in place.statement.items:
-        expression = item.context_expr
-        if isinstance(expression, ast.Call) and not expression.args:
-            expression = expression.func
-        if isinstance(expression, ast.Name):
-            return [one.line for one in made_of(run, Origin(place, expression))][:1]
-    return ()
 
 
 def lines_of_divisor(view: View, rank: int, line: CodeLine) -> list[PointedLine]:
@@ -231,8 +243,6 @@ def lines_of_divisor(view: View, rank: int, line: CodeLine) -> list[PointedLine]
         if one.line != line
     ]
 
-
-# Collectives in the user's code that never ran, and what kept them from running.
 
 REDUCING = frozenset(
     {"all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor"}
@@ -313,3 +323,156 @@ def _not_gone_on(run: RunLines, one: _Unreached, node: ast.stmt, branch: str) ->
         note = f"always {truth}, {after}"
         return [*line_of_compared(run, node.test, line), PointedLine(line, note, True)]
     return []
+
+
+def backward_count(view: View) -> int:
+    """How often the lowest rank that was observed called backward in this step."""
+    calls = view.observed.calls
+    of_rank = calls.of(min(calls.by_rank, default=0))
+    return sum(call.kind is Kind.BACKWARD for call in of_rank)
+
+
+def lines_that_clear(view: View) -> list[CallSite]:
+    """The lines that clear gradients, or set them to something else, between two backwards.
+
+    Reducing a gradient does not count, nor does multiplying it by a number.
+    """
+    calls = view.observed.calls
+    begun = {
+        rank: [call.backwards for call in of_rank if call.kind is Kind.BACKWARD]
+        for rank, of_rank in calls.by_rank.items()
+    }
+    rank = min(begun, default=0)
+    if not begun or len(begun[rank]) < 2:
+        return []
+    first, last = begun[rank][0], begun[rank][-1]  # the numbers of backwards before these
+
+    def between(call: Call) -> bool:
+        return first < call.backwards <= last and not call.in_backward
+
+    cleared = calls.changes(lambda call: between(call) and call.clears)
+    asked = calls.places(Kind.ZERO_GRAD, where=between)
+    if cleared or asked:
+        return [*asked, *cleared]
+    return calls.changes(lambda call: between(call) and call.rewrites)
+
+
+def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]:
+    """Where the gradients of these ranks are cleared, never computed, or reduced without them.
+
+    ``ranks``: those that are left out; () if these are not known.
+    """
+    calls, absent, who = view.observed.calls, set(ranks), ranks_by_number(ranks)
+    if not ranks:
+        return ()
+    cleared = [
+        place
+        for place in calls.changes(lambda call: call.clears and call.backwards > 0)
+        if set(place.ranks) == absent
+    ]
+    parting = where_they_part(view, ranks)
+    if cleared or set(ranks_without_gradient(view)) >= absent:
+        return last_of(cleared, f"clears gradients on {who}") or list(filter(None, [parting]))
+    # A group of these ranks alone joins them with no other.
+    without = [
+        place
+        for place in calls.reductions
+        if not any(absent & set(group) and set(group) - absent for group in place.groups)
+    ]
+    groups = {group for place in without[-1:] for group in place.groups}
+    made = calls.places(
+        Kind.NEW_GROUP,
+        where=lambda call: (
+            tuple(sorted(call.ranks)) in groups if without else not absent & set(call.ranks)
+        ),
+    )
+    if without or made:
+        reduced = last_of(without, f"reduces without {who}", is_fault=not made)
+        return [*first_of(made), *reduced]
+    if parting is not None:
+        return [parting]
+    reduced_by_ddp = calls.backwards if view.observed.wrappers else []
+    return last_of(
+        reduced_by_ddp, f"DDP reduces here; the gradients of {who} are missing in the result"
+    )
+
+
+def ranks_without_gradient(view: View) -> tuple[int, ...]:
+    """The ranks whose backward passes were seen to compute nothing but zeros."""
+    if view.observed_gradients is None:
+        return ()
+    computed = view.local_gradients[0]
+    return tuple(rank for rank in range(view.world_size) if not bool(computed[rank].any()))
+
+
+OF_THE_GROUP = ("mesh", "device_mesh", "process_group")
+"""The arguments that say among which ranks a wrapper reduces."""
+
+
+def in_small_groups(view: View) -> list[CallSite]:
+    """The lines that gave parameters to a wrapper or to FSDP, with a group of only some ranks."""
+
+    def is_small(call: Call) -> bool:
+        return bool(call.names) and 0 < len(call.ranks) < view.world_size
+
+    return view.observed.calls_of_all_steps.places(Kind.SHARDING, Kind.WRAP, where=is_small)
+
+
+def names_in_small_groups(view: View) -> set[str]:
+    """The parameters that these lines gave away."""
+    return _names(in_small_groups(view))
+
+
+def sharded_names(view: View) -> set[str]:
+    """The parameters that were given to FSDP, which reduces their gradients; not those that it was
+    told to ignore.
+    """
+    return _names(view.observed.calls_of_all_steps.places(Kind.SHARDING))
+
+
+def _names(places: Sequence[CallSite]) -> set[str]:
+    calls = (call for place in places for of_rank in place.by_rank.values() for call in of_rank)
+    return {name for call in calls for name in call.names}
+
+
+def lines_of_sharding(view: View) -> list[PointedLine]:
+    """The lines that gave parameters to FSDP, the last one first."""
+    return [
+        place.pointed(f"{place.first.what} is given {counted(len(place.names), 'parameter')}")
+        for place in reversed(view.observed.calls_of_all_steps.places(Kind.SHARDING))
+    ]
+
+
+def groups_of(place: CallSite) -> tuple[tuple[int, ...], ...]:
+    """The groups of the calls at this place, on all ranks, each once."""
+    return tuple(sorted({one.ranks for calls in place.by_rank.values() for one in calls}))
+
+
+def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> list[PointedLine]:
+    """The lines that gave a wrapper parameters with a group of some ranks, and what made the group.
+
+    ``names``: only of these parameters.
+    """
+    found: list[PointedLine] = []
+    for place in in_small_groups(view):
+        given = [name for name in place.names if names is None or name in names]
+        if not given:
+            continue
+        group = given_at(place.line, OF_THE_GROUP)
+        made = set_at(run_lines(view, place.ranks[0]), group) if group is not None else place.line
+        if made != place.line:
+            found.append(PointedLine(made, f"makes the group of line {place.line.number}"))
+        note = f"{place.first.what} in {groups_text(groups_of(place))}: {names_text(given)}"
+        found.append(place.pointed(note, is_fault=True))
+    return found
+
+
+def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:
+    """The lines that set what a communication hook multiplies or divides by."""
+    begins, run = hook.first.made_at, run_lines(view, hook.ranks[0])
+    found: dict[CodeLine, PointedLine] = {}
+    for name in divided_by_in(begins) if begins is not None else ():
+        given = Origins(run).of_attribute(name)
+        if len(given) == 1 and (line := set_at(run, given[0])) != hook.line:
+            found.setdefault(line, PointedLine(line, f"sets {name}, by which the hook divides"))
+    return list(found.values())

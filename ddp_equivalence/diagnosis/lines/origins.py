@@ -27,13 +27,10 @@ from ddp_equivalence.diagnosis.lines.source import (
     nodes_in,
     place_at,
     place_of,
-    skipping,
     tree_of,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
-
-# An expression that made a value, and where it stands.
 
 COMPUTING = frozenset({"divmod", "min", "max", "ceil", "floor", "round"})
 """Functions that compute a number of others."""
@@ -43,10 +40,6 @@ FILLING = frozenset({"append", "extend", "insert", "update", "add", "copy_", "ad
 
 SEEDING = frozenset({"manual_seed", "seed"})
 """The methods that decide which random numbers an object gives."""
-
-
-class Item(ast.Subscript):
-    """One of several values to which an assignment unpacks what it is given."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +88,12 @@ class Origin:
     def key(self) -> tuple[str, int, int, int, str]:
         """Tells the expression from all others."""
         node = self.expression
-        kind = ast.dump(node.slice) if isinstance(node, Item) else type(node).__name__
+        kind = type(node).__name__
         return self.place.file, node.lineno, node.col_offset, node.end_col_offset or 0, kind
 
 
 def _selects(node: ast.AST) -> bool:
-    if isinstance(node, ast.Subscript) and not isinstance(node, Item):
+    if isinstance(node, ast.Subscript):
         number = node.slice.value if isinstance(node.slice, ast.Constant) else None
         return isinstance(node.slice, ast.Slice) or type(number) is int
     if isinstance(node, COMPREHENSIONS):
@@ -142,15 +135,10 @@ def _is_set(target: ast.expr, name: str) -> bool:
 def _matching(target: ast.expr, value: ast.expr, name: str) -> ast.expr:
     """The part of a value that a name gets, where several names get one each."""
     for number, one in enumerate(target.elts if isinstance(target, ast.Tuple) else ()):
-        if _is_set(one, name):
-            if isinstance(value, ast.Tuple):
-                return value.elts[number] if number < len(value.elts) else value
-            item = Item(value, ast.Constant(number), ast.Load())
-            return ast.copy_location(item, value)
+        if _is_set(one, name) and isinstance(value, ast.Tuple) and number < len(value.elts):
+            return value.elts[number]
     return value
 
-
-# All that the user's code gives a name, an attribute or a call: the expressions that have run.
 
 GOING_THROUGH = ("__iter__", "__getitem__", "__getitems__", "__next__", "__call__")
 """The methods by which an object gives what it holds."""
@@ -193,15 +181,7 @@ class Origins:
         if isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
             return self.of_attribute(node.attr) if is_own or not hasattr(Tensor, node.attr) else ()
-        if isinstance(node, Item):
-            return self._of_item(place, node)
         return self.of_call(node) if isinstance(node, ast.Call) else ()
-
-    def _of_item(self, place: SourceLine, node: Item) -> Iterator[Origin]:
-        number = getattr(node.slice, "value", 0)
-        for one in self.of(Origin(place, node.value)):
-            parts = getattr(one.expression, "elts", ())
-            yield replace(one, expression=parts[number]) if number < len(parts) else one
 
     def _of_name(self, place: SourceLine, node: ast.Name) -> list[Origin]:
         """What a variable was given, in its function or around it, or what its callers gave."""
@@ -224,11 +204,7 @@ class Origins:
 
     def of_attribute(self, name: str) -> list[Origin]:
         """What an attribute of this name was set to, in any object, or what its property gives."""
-        for looked_up in (self._attribute_in, self._property, self._given_to_class):
-            found = [one for file in self.run.files for one in looked_up(file, name)]
-            if found:
-                return found
-        return []
+        return [one for file in self.run.files for one in self._attribute_in(file, name)]
 
     def of_call(self, node: ast.Call) -> list[Origin]:
         """What a function of the user's has returned or yielded, or what an object of it gives."""
@@ -296,13 +272,6 @@ class Origins:
         if default is not None and value is not None:
             yield Origin(default, value, name)
 
-    def _given_to_class(self, file: str, name: str) -> Iterator[Origin]:
-        """What an argument of this name was given where a class, maybe not the user's, was made."""
-        for node in nodes_in(file):
-            if isinstance(node, ast.Call) and called_name(node)[:1].isupper():
-                for one in (keyword.value for keyword in node.keywords if keyword.arg == name):
-                    yield from self._ran(file, one, name)
-
     def _returned(
         self, file: str, name: str, owner: ast.ClassDef | None = None
     ) -> Iterator[Origin]:
@@ -311,15 +280,6 @@ class Origins:
                 for node in inside(function):
                     if isinstance(node, RETURNS) and node.value:
                         yield from self._ran(file, node.value, name)
-
-    def _property(self, file: str, name: str) -> Iterator[Origin]:
-        """What a property of this name gives; a plain function may only be called like a library's,
-        as ``cross_entropy`` that calls ``F.cross_entropy``.
-        """
-        for owner in classes_in(file):
-            for one in owner.body:
-                if isinstance(one, FUNCTIONS) and one.name == name and _is_property(one):
-                    yield from self._returned(file, name, owner)
 
     def chain(self, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
         """What made an expression, the nearest first, as long as only one thing can be meant.
@@ -352,12 +312,6 @@ class Origins:
         for node, chooses in _mentions(at.expression, at.chooses):
             for one in self.of(replace(at, expression=node)):
                 yield replace(one, chooses=chooses, depth=at.depth + 1)
-                for test in _guards(one.place):
-                    yield Origin(one.place, test, one.name, True, at.depth + 1)
-
-
-def _is_property(function: Function) -> bool:
-    return any(last_name(by).endswith("property") for by in function.decorator_list)
 
 
 def _is_on(place: SourceLine, line: CodeLine) -> bool:
@@ -419,9 +373,6 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         yield from expression.elts
 
 
-# The lines that made an expression, an argument of a call, or what a loop goes through.
-
-
 def made_of(run: RunLines, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
     """What made an expression, the nearest first; with itself, if it selects."""
     return [*([at] if at.selects else []), *Origins(run).chain(at, way)]
@@ -479,7 +430,6 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Origin]:
         place = place_at(line)
         if place is None:
             continue
-        place = run.beside_backward(place)
         for expression in _iterables(place, line.number):
             return made_of(run, Origin(place, expression), way[number + 1 :])
     return []
@@ -495,13 +445,8 @@ def _iterables(place: SourceLine, number: int) -> Iterator[ast.expr]:
             yield loop.iter
 
 
-# The lines behind a line: those that set the variables and attributes that it reads.
-
 DEEPEST = 2
 """How many lines are followed, one behind the other."""
-
-OF_RANKS = {"rank": "get_rank", "world_size": "get_world_size"}
-"""Attributes that say who a rank is, and the functions of torch that know it."""
 
 
 def lines_behind(
@@ -549,7 +494,7 @@ def _setters(
     for node in read:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not one.fills]
-            if len({one.line for one in given}) == 1 and not _asks_the_ranks(given[0]):
+            if len({one.line for one in given}) == 1:
                 yield "sets", node.attr, given[0].line
     for node in [] if only_attributes else read:
         if isinstance(node, ast.Name):
@@ -566,14 +511,6 @@ def _seeds(one: Origin) -> bool:
     return isinstance(one.place.value, ast.Call) and called_name(one.place.value) in SEEDING
 
 
-def _asks_the_ranks(one: Origin) -> bool:
-    """True if ``rank`` or ``world_size`` is set to just that: no value can be wrong."""
-    value = one.expression
-    if isinstance(value, ast.Call):
-        return called_name(value) == OF_RANKS.get(one.name) and not [*value.args, *value.keywords]
-    return one.name in OF_RANKS and isinstance(value, ast.Attribute) and value.attr == one.name
-
-
 def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
     """The line that set an attribute which a condition compares, before it was counted up or down;
     [] if it was set to several things.
@@ -587,8 +524,6 @@ def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list
                 return [PointedLine(set_at(run, given[0]), note)]
     return []
 
-
-# The lines that made the number by which a line divides or multiplies.
 
 SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})
 """The functions of torch that divide or multiply by their last argument."""
@@ -629,8 +564,6 @@ def _divisors_in(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
             yield node.args[-1]
 
 
-# The expressions that choose which of several values are taken, and how far they are from a rank.
-
 DEEPEST_NUMBER = 4
 """So often a name is looked up to see whether a number comes from the rank."""
 
@@ -651,15 +584,13 @@ MODULES = ("torch", "np", "numpy", "itertools", "data")
 
 @dataclass(frozen=True)
 class Choice:
-    """A line that says which values are taken. ``distance``: so often a name must be looked up to
-    see that this depends on the rank; None if it does not. ``names``: those of the rank in the
-    line, as they stand there. ``computes``: it does not only hand on what other lines computed.
+    """A line that says which values are taken. ``of_rank``: this depends on the rank. ``names``:
+    those of the rank in the line, as they stand there.
     """
 
     line: CodeLine
-    distance: int | None
+    of_rank: bool
     names: tuple[str, ...] = ()
-    computes: bool = False
 
 
 def choices(run: RunLines, line: CodeLine) -> list[Choice]:
@@ -667,22 +598,10 @@ def choices(run: RunLines, line: CodeLine) -> list[Choice]:
     found: dict[CodeLine, Choice] = {}
     origins = Origins(run)
     for part in [part for one in _all_of_line(origins, line) for part in _choosing_parts(one)]:
-        known, of_rank = found.get(part.line, Choice(part.line, None)), _names_of_rank(part)
-        behind = origins.all([part], DEEPEST_NUMBER)
-        distance = next((one.depth for one in behind if _names_of_rank(one)), None)
-        found[part.line] = Choice(
-            part.line,
-            min([one for one in (distance, known.distance) if one is not None], default=None),
-            tuple(dict.fromkeys((*known.names, *of_rank))),
-            known.computes or bool(of_rank) or part.computes,
-        )
+        of_rank = any(map(_names_of_rank, origins.all([part], DEEPEST_NUMBER)))
+        if part.line not in found or not found[part.line].of_rank:
+            found[part.line] = Choice(part.line, of_rank, _names_of_rank(part))
     return list(found.values())
-
-
-def lines_of_rank(run: RunLines, line: CodeLine) -> list[CodeLine]:
-    """The lines on the way to what a line says that name the rank, without this line."""
-    named = [one.line for one in _all_of_line(Origins(run), line) if _names_of_rank(one)]
-    return [one for one in dict.fromkeys(named) if one != line]
 
 
 def _all_of_line(origins: Origins, line: CodeLine) -> list[Origin]:
@@ -701,7 +620,7 @@ def _names_of_rank(at: Origin) -> tuple[str, ...]:
 
     def names_in(node: ast.AST) -> Iterator[str]:
         name = last_name(node)
-        if name and (OF_THE_RANK.search(name.lower()) or _is_a_rank(at.place.function, name)):
+        if name and OF_THE_RANK.search(name.lower()):
             yield ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from [node.value] if OF_THE_RANK.search(node.value.lower()) else []
@@ -710,15 +629,6 @@ def _names_of_rank(at: Origin) -> tuple[str, ...]:
                 yield from names_in(child)
 
     return tuple(dict.fromkeys(names_in(at.expression)))
-
-
-def _is_a_rank(function: Function | None, name: str) -> bool:
-    """True for an argument that is annotated as a rank."""
-    of = function.args if function is not None else None
-    return of is not None and any(
-        one.arg == name and one.annotation is not None and "Rank" in ast.unparse(one.annotation)
-        for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)
-    )
 
 
 def _heads(statement: ast.stmt) -> list[ast.expr]:
@@ -735,7 +645,7 @@ def _in_head(statement: ast.stmt) -> Iterator[ast.AST]:
 
 def _mentions(node: ast.AST, chooses: bool) -> Iterator[tuple[ast.expr, bool]]:
     """The names, attributes and calls in an expression, and whether they choose what it takes."""
-    if isinstance(node, (ast.Name, ast.Attribute, ast.Call, Item)):
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Call)):
         yield node, chooses
     choosing = {id(one) for one in _choosing(node)}
     for child in ast.iter_child_nodes(node):
@@ -766,16 +676,3 @@ def _choosing_parts(source: Origin) -> list[Origin]:
     parts = [part for node in ast.walk(source.expression) for part in _choosing(node)]
     parts += [source.expression] if source.chooses and source.computes else []
     return [Origin(source.place, part, chooses=True) for part in parts]
-
-
-def _guards(place: SourceLine) -> Iterator[ast.expr]:
-    """The conditions under which a function yields an expression, or puts it into a list."""
-    statement = place.statement
-    if not isinstance(statement, ast.Expr) or not isinstance(place.value, (ast.Yield, ast.Call)):
-        return
-    yield from (one.test for one in place.conditions)
-    for loop in place.loops:
-        for node in skipping(loop):
-            at = place_of(place.file, node.lineno)
-            if at is not None and node.lineno < statement.lineno:
-                yield from (one.test for one in at.conditions[:1])

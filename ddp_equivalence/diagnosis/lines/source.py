@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import takewhile
 
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
@@ -22,8 +21,6 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 WITHOUT_CODE = (ast.AnnAssign, ast.Global, ast.Nonlocal)
 """Statements that may leave no code, so that no line of theirs ever runs."""
-
-# A line in the syntax tree of its file.
 
 
 @dataclass(frozen=True)
@@ -160,11 +157,6 @@ def leaving(loop: Loop) -> Iterator[ast.stmt]:
     yield from _of_this_loop(loop.body, ast.Break)
 
 
-def skipping(loop: Loop) -> Iterator[ast.stmt]:
-    """The statements that go on with the next pass of a loop."""
-    yield from _of_this_loop(loop.body, ast.Continue)
-
-
 def _of_this_loop(body: Sequence[ast.AST], kind: type[ast.stmt]) -> Iterator[ast.stmt]:
     for one in body:
         if isinstance(one, kind):
@@ -207,9 +199,6 @@ def arguments_of(function: Function, keyword_only: bool = True) -> list[str]:
     return [one.arg for one in (*of.posonlyargs, *of.args, *more)]
 
 
-# Which lines of the user's code a rank has run, how often, and in which order.
-
-
 @dataclass(frozen=True)
 class RunLines:
     """``times``: each line that has run -> how often it began, in all steps. ``last``: -> a number
@@ -248,16 +237,6 @@ class RunLines:
         if isinstance(body, list) and body:
             last = max(first, body[0].lineno - 1)
         return any((place.file, number) in self._numbers for number in range(first, last + 1))
-
-    def beside_backward(self, place: SourceLine) -> SourceLine:
-        """The place without the statements around it that also hold a call of backward: these do
-        not decide about single gradients.
-        """
-        numbers = [line.number for line in self.backwards if line.file == place.file]
-        inner = takewhile(
-            lambda one: not any(holds(one.statement, number) for number in numbers), place.around
-        )
-        return replace(place, around=tuple(inner))
 
     def count(self, place: SourceLine, node: ast.AST) -> int:
         """How often the line began at which a part of this function begins."""

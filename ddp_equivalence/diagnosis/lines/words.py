@@ -9,8 +9,6 @@ from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
 
-# Puts the lines that a report points at into the order in which they ran.
-
 
 def in_order(view: View, *lines: PointedLine | None) -> Sequence[PointedLine]:
     """Those of the lines that are known, each once, in the order in which they first ran.
@@ -30,17 +28,12 @@ def in_order(view: View, *lines: PointedLine | None) -> Sequence[PointedLine]:
     return sorted(chosen.values(), key=lambda one: first.get(one.line, len(first)))
 
 
-# How a report writes factors and counts.
-
-
 def scaling_text(what: str, factor: float) -> str:
     """What multiplying by this number does: ``divides the loss by 4``."""
     if 0 < abs(factor) < 1:
         return f"divides {what} by {text_of(1 / factor, '.6g')}"
     return f"multiplies {what} by {text_of(factor, '.6g')}"
 
-
-# Words that the notes beside pointed lines share.
 
 MOST_NAMES = 2
 
@@ -55,9 +48,6 @@ def names_text(names: Sequence[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """A number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-# The first or the last of several places, as a report points at it.
 
 
 def first_of(

@@ -9,17 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.of_groups import (
+from ddp_equivalence.diagnosis.lines.of_reduction import (
     groups_of,
     in_small_groups,
     lines_of_hook_divisors,
-    lines_of_small_groups,
-    names_in_small_groups,
-)
-from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_no_sync,
+    lines_of_small_groups,
     lines_that_keep_from_reducing,
     lines_that_left_out,
+    names_in_small_groups,
     way_to,
 )
 from ddp_equivalence.diagnosis.lines.origins import Origins, chosen, given_at, gone_through

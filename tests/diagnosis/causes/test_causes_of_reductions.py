@@ -376,30 +376,30 @@ LATER, GRAPH = "backward_after_reduction", "graph_changed"
 
 
 @pytest.mark.parametrize(
-    ("case", "step", "cause", "because", "fix"),
+    ("case", "step", "cause", "because"),
     [
-        (CASE, flat_buffer, NOT_USED, "copies of 4 of 4", "copy the reduced tensor back into each"),
-        (CASE, asynchronous_temporaries, NOT_USED, "4 of 4 gradients", ".grad, divided by 4 once."),
-        (CASE, divided_all_the_same, NOT_USED, "4 of 4 gradients", "divided by 4 once."),
-        (CASE, average_over_node, WRONG_GROUP, "{0, 1} and {2, 3}", "over all 4 ranks, and divide"),
-        (CASE, average_with_itself, WRONG_GROUP, "{0}, {1}, {2} and 1 more", "over all 4 ranks"),
-        (CASE, ddp_of_its_node, "nodes_not_reduced", "", "no process_group"),
-        (CASE, ddp_of_equal_local_ranks, WRONG_GROUP, "", "no process_group"),
-        (CASE, sums_and_sums, TWICE, "", "once in a step, not several times"),
-        (CASE, after_each_half, TWICE, "", "after the last backward pass that adds to it"),
-        (CASE, added_in_float16, OVERFLOW, "own gradients are finite", "divide by 4 before the"),
-        (LOSSES, aux_after_ddp, LATER, "every rank called backward again", "add the losses"),
-        (LOSSES, aux_after_reducing_by_hand, LATER, "every rank", "before the reduction in line"),
-        (LOSSES, aux_of_rank_0_only, LATER, "rank 0 called backward again", "add the losses and"),
-        (HEADS, static_graph, GRAPH, "static_graph was set", "find_unused_parameters=True, no st"),
-        (HEADS, no_search_for_unused_parameters, GRAPH, "DDP waited", "unused_parameters=True, or"),
+        (CASE, flat_buffer, NOT_USED, "copies of 4 of 4"),
+        (CASE, asynchronous_temporaries, NOT_USED, "4 of 4 gradients"),
+        (CASE, divided_all_the_same, NOT_USED, "4 of 4 gradients"),
+        (CASE, average_over_node, WRONG_GROUP, "{0, 1} and {2, 3}"),
+        (CASE, average_with_itself, WRONG_GROUP, "{0}, {1}, {2} and 1 more"),
+        (CASE, ddp_of_its_node, "nodes_not_reduced", ""),
+        (CASE, ddp_of_equal_local_ranks, WRONG_GROUP, ""),
+        (CASE, sums_and_sums, TWICE, ""),
+        (CASE, after_each_half, TWICE, ""),
+        (CASE, added_in_float16, OVERFLOW, "own gradients are finite"),
+        (LOSSES, aux_after_ddp, LATER, "every rank called backward again"),
+        (LOSSES, aux_after_reducing_by_hand, LATER, "every rank"),
+        (LOSSES, aux_of_rank_0_only, LATER, "rank 0 called backward again"),
+        (HEADS, static_graph, GRAPH, "static_graph was set"),
+        (HEADS, no_search_for_unused_parameters, GRAPH, "DDP waited"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_wrong_reduction_is_named_with_its_line(
-    case: Any, step: Any, cause: str, because: str, fix: str
+    case: Any, step: Any, cause: str, because: str
 ) -> None:
-    assert_named(different(case, step, steps=2 if case is HEADS else 1), cause, because, fix)
+    assert_named(different(case, step, steps=2 if case is HEADS else 1), cause, because)
 
 
 def test_the_line_that_makes_a_group_and_parameters_of_the_first_step_are_shown() -> None:
@@ -420,7 +420,6 @@ def test_a_tied_weight_that_is_listed_twice_is_named_with_what_lists_it() -> Non
     assert verdict.cause == TWICE, verdict
     text = str(verdict)
     assert "all_reduces inner.weight 2 times" in text
-    assert "if parameter.grad is not None:" in text
     assert "never divided" not in text
 
 

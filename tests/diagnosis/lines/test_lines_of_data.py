@@ -35,25 +35,6 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.mse_loss(model(batch["x"]), batch["y"])
 
 
-class Trainer:
-    """Trains on the part of the data that a subclass chooses."""
-
-    def __init__(self, model: nn.Module, rank: Any) -> None:
-        self.model = model
-        self.rank = rank
-
-    def part_of(self, batch: Batch) -> Batch:
-        size = len(batch["x"]) // self.rank.world_size
-        start = self.rank.rank * size
-        return {name: leaf[start : start + size] for name, leaf in batch.items()}
-
-    def step(self, batch: Batch) -> None:
-        mine = self.part_of(batch)
-        loss = loss_of(self.model, mine)
-        loss.backward()
-        all_reduce_gradients(self.model, self.rank.world_size)
-
-
 def loaded(batch: Batch, sampler: Any, size: int, drop_last: bool = False) -> Iterator[Batch]:
     data = TensorDataset(batch["x"], batch["y"])
     loader = DataLoader(data, batch_size=size, sampler=sampler, drop_last=drop_last)
@@ -106,21 +87,6 @@ def loader_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
         loss = loss_of(model, {"x": inputs, "y": targets}) / len(loader)
         loss.backward()
     all_reduce_gradients(model, rank.world_size)
-
-
-class Padded(Trainer):
-    def part_of(self, batch: Batch) -> Batch:
-        count, ranks = len(batch["x"]), self.rank.world_size
-        indices = list(range(count))
-        while len(indices) % ranks:
-            indices.append(indices[len(indices) - count])  # the fault
-        own = torch.tensor(indices[self.rank.rank :: ranks])
-        return {name: leaf[own] for name, leaf in batch.items()}
-
-
-def padded_by_hand(model: nn.Module, batch: Batch, rank: Any) -> None:
-    trainer = Padded(model, rank)
-    trainer.step(batch)
 
 
 def train_on(model: nn.Module, mine: Batch, examples: int) -> None:
@@ -213,33 +179,35 @@ DEALT = case()
 ON_NODES = case("2x2", shards="own")
 
 FAULTS = [
-    (no_sampler, OWN, "every_rank_same_data", "all 4 ranks read", "num_replicas=4 and its own"),
-    (sampler_of_rank_0, OWN, "every_rank_same_data", "all 4 ranks read", "num_replicas=4 and"),
+    (no_sampler, OWN, "every_rank_same_data", "all 4 ranks read"),
+    (sampler_of_rank_0, OWN, "every_rank_same_data", "all 4 ranks read"),
     (
         sampler_that_pads,
         OWN_TEN,
         "sampler_padding_counted",
         "pads 10 examples by 2",
-        "divide by 10.",
     ),
-    (padded_by_hand, OWN_TEN, "sampler_padding_counted", "holds examples 0, 1 more than once", ""),
-    (sampler_that_drops, OWN_TEN, "examples_dropped", "leaves out 2 examples", "examples 8, 9 too"),
-    (loader_that_drops, DEALT, "examples_dropped", "that is not full", "examples 3, 7, 11, 15 too"),
-    (in_a_closure, ON_NODES, "shares_overlap", "uses rank.local_rank", "let only one rank read"),
-    (in_a_sampler, ON_NODES, "shares_overlap", "gives rank", "let only one rank read"),
-    (in_two_places, ON_NODES, "examples_dropped", "uses self.rank.rank", "let a rank read"),
-    (in_a_sampler_of_too_many, ON_NODES, "examples_dropped", "gives num_replicas", ""),
+    (
+        sampler_that_drops,
+        OWN_TEN,
+        "examples_dropped",
+        "leaves out 2 examples",
+    ),
+    (loader_that_drops, DEALT, "examples_dropped", "that is not full"),
+    (in_a_closure, ON_NODES, "shares_overlap", "uses rank.local_rank"),
+    (in_a_sampler, ON_NODES, "shares_overlap", "gives rank"),
+    (in_two_places, ON_NODES, "examples_dropped", "uses self.rank.rank"),
+    (in_a_sampler_of_too_many, ON_NODES, "examples_dropped", "gives num_replicas"),
 ]
 
 
-@pytest.mark.parametrize(("step", "given", "cause", "note", "fix"), FAULTS)
+@pytest.mark.parametrize(("step", "given", "cause", "note"), FAULTS)
 def test_the_line_that_gives_ranks_wrong_examples_is_pointed_at(
-    step: Step, given: Case, cause: str, note: str, fix: str
+    step: Step, given: Case, cause: str, note: str
 ) -> None:
     verdict = checked(given, step, cause)
     assert any(MARK in line for line in faults(verdict)), verdict
     assert note in notes(verdict)
-    assert fix in verdict.findings[0].fix
 
 
 def test_a_report_without_a_cause_says_which_examples_were_read_twice_and_by_none() -> None:

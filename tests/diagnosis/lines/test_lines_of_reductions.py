@@ -140,7 +140,6 @@ def broadcasts_only_matrices(model: nn.Module, batch: Batch, rank: Any) -> None:
 
 ONE_NODE = case()
 THREE_NODES = case("3x2", batch=partial(rows, count=18))
-BROADCAST = "broadcast all 6 parameters from rank 0 before the first forward pass."
 
 FAULTS = [
     (
@@ -148,53 +147,47 @@ FAULTS = [
         ("parameter_not_reduced", ONE_NODE),
         "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)",
         "ddp = DistributedDataParallel(model)  DDP did not reduce 4.bias",
-        "do not let DDP ignore 4.bias.",
     ),
     (
         hook_skips_a_bucket,
         ("bucket_not_reduced", ONE_NODE),
         "work = dist.all_reduce(buffer, async_op=True)",
         "ddp.register_comm_hook(None, skipping_hook)  register_comm_hook(skipping_hook)",
-        "let the communication hook reduce every bucket, also that of 0.bias, 0.weight.",
     ),
     (
         cleared_on_one_rank,
         ("rank_left_out", ONE_NODE),
         "model.zero_grad(set_to_none=False)",
         "clears gradients on rank 2",
-        "keep the gradients of rank 2, and divide by 4.",
     ),
     (
         leaders_forget_a_node,
         ("node_left_out", THREE_NODES),
         "leaders = dist.new_group([ranks[0] for ranks in nodes[:2]])",
         "dist.all_reduce(parameter.grad, group=leaders)  reduces without ranks 4, 5",
-        "let ranks 4, 5 take part in an all_reduce of all 6 ranks, and divide by 6.",
     ),
     (
         seeds_by_rank,
         ("weights_differ_between_ranks", ONE_NODE),
         "nn.init.normal_(layer.weight, std=0.2)",
         "torch.manual_seed(100 + rank.rank)  seeds differ between ranks",
-        BROADCAST,
     ),
     (
         broadcasts_only_matrices,
         ("weights_differ_between_ranks", ONE_NODE),
         "dist.broadcast(parameter.data, 0)",
         "broadcast of 0.weight, 2.weight, 4.weight in one group; weights differ after it",
-        BROADCAST,
     ),
 ]
 
 
-@pytest.mark.parametrize(("step", "cause", "line", "note", "fix"), FAULTS)
+@pytest.mark.parametrize(("step", "cause", "line", "note"), FAULTS)
 def test_the_line_that_loses_gradients_or_weights_is_pointed_at(
-    step: Step, cause: tuple[str, Case], line: str, note: str, fix: str
+    step: Step, cause: tuple[str, Case], line: str, note: str
 ) -> None:
     name, given = cause
     verdict = checked(given, step, name)
-    assert (faults(verdict)[0], verdict.findings[0].fix) == (line, fix)
+    assert faults(verdict)[0] == line
     assert note in notes(verdict)
 
 
