@@ -21,19 +21,19 @@ BUDGETS = {
     "checking": 680,
     "commands": 6_350,
     "comparison": 1_770,
-    "diagnosis": 19_810,
+    "diagnosis": 18_800,
     "faults": 2_140,
     "gate": 1_960,
-    "measurement": 8_110,
-    "observed_scripts": 8_430,
+    "measurement": 7_880,
+    "observed_scripts": 8_300,
     "pytest_plugin": 1_650,
-    "ranks": 6_890,
+    "ranks": 6_820,
     "report": 4_860,
     "strategies": 1_400,
 }
 """Folder -> the most lines that its files may have together. A number may only become smaller."""
 
-MOST_FILES = 286
+MOST_FILES = 284
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15
