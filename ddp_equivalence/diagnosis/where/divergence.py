@@ -32,6 +32,7 @@ from ddp_equivalence.diagnosis.where.step_and_loss import (
     compared_with_the_loss,
 )
 from ddp_equivalence.diagnosis.where.two_logs import PACKING, TwoLogs
+from ddp_equivalence.diagnosis.where.unread import Unread, unread
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.measure import (
     OneRank,
@@ -63,6 +64,7 @@ class BesideOneRank:
     scaled. ``loss_alone``: at which its backward began; None if it is not known.
     ``is_left_by_backward``: what it leaves is what backward has computed. ``ignoring``: the
     parameters whose gradients do not depend on how the loss is scaled, on one rank or on others.
+    ``unread``: the examples that no rank reads.
     """
 
     is_right_alone: bool
@@ -75,6 +77,7 @@ class BesideOneRank:
     loss_alone: float | None = None
     is_left_by_backward: bool = False
     ignoring: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
@@ -94,7 +97,10 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     factor = _factor(view, runs.alone)
     ignoring = [independent_of_the_loss(run) for run in (runs.alone, *runs.by_rank.values())]
     found = _compared(view, runs, rows, order, factor)
-    return None if found is None else replace(found, ignoring=max(ignoring, key=len))
+    if found is None:
+        return None
+    of_ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
+    return replace(found, ignoring=max(ignoring, key=len), unread=unread(view, of_ranks))
 
 
 def _compared(
@@ -106,8 +112,7 @@ def _compared(
 ) -> BesideOneRank | None:
     if factor is None or abs(factor - 1) > _tolerance(view, runs.alone):
         # With other random numbers it may be right all the same.
-        draws = any(one.draws for one in runs.alone.operations)
-        if draws:
+        if any(one.draws and not _is_seed(runs.alone, one) for one in runs.alone.operations):
             return None
         return BesideOneRank(
             is_right_alone=False,
@@ -134,6 +139,12 @@ def _compared(
     )
     logs = logs_of(runs, sharing)
     return BesideOneRank(True, 1.0, divergences(logs), cuts, past_autograd(logs))
+
+
+def _is_seed(run: Operations, operation: Operation) -> bool:
+    """True if an operation drew a single whole number, as a loader does for its workers."""
+    drawn = [run.values[one] for one in operation.returned if one is not None]
+    return all(one.shape == () and not one.is_floating_point for one in drawn)
 
 
 def logs_of(runs: OneRank, sharing: Sharing) -> TwoLogs:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
 from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
@@ -23,6 +24,7 @@ from ddp_equivalence.diagnosis.where.loss import Scaling
 from ddp_equivalence.diagnosis.where.own_gradient import own_backward_lines
 from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS
 from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
+from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
     MOST_LINES,
@@ -82,6 +84,8 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     if not cuts and (not beside.loss.unlike or has_right_loss(beside, view)):
         cuts = beside.loss.cuts
     is_open = found.shows_later or found.kind == "not seen"
+    if beside.unread and is_open:
+        return with_unread(found, beside.unread)
     if cuts and cuts[0].ended.talks and (is_open or found.kind == "own gradient"):
         return with_cuts(found, cuts)  # what is seen besides may be right: it needs several ranks
     if cuts and is_open:
@@ -89,6 +93,8 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     factor = beside.factor_alone
     numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
     unlike = beside.loss.unlike or beside.loss.changed
+    if found.kind == "reduction":  # the losses are right, and what becomes of gradients may not be
+        unlike = beside.loss.changed if found.shows_later else ()
     return with_unlike_loss(found, unlike, view.world_size, knows_numbers=numbers)
 
 
@@ -113,6 +119,25 @@ def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) ->
         fix="multiply what the backward method returns by the gradient that it is given.",
         beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE,
         marks="",
+    )
+
+
+def with_unread(found: Whereabouts, unread: Sequence[Unread]) -> Whereabouts:
+    """The place that was found already, after the lines that take some examples and not others."""
+    of: dict[tuple[int, ...], list[str]] = {}
+    for one in unread:
+        of.setdefault(one.examples, []).append(one.name)
+    what = " and ".join(f"{example_numbers(n)} of {' and '.join(x)}" for n, x in of.items())
+    lines = [PointedLine(line, "takes the others", True) for one in unread for line in one.lines]
+    others = [replace(one, is_fault=False) for one in found.lines]
+    before = "" if found.kind == "not seen" else found.sentence
+    return replace(
+        found,
+        kind="own gradient",
+        headline=f"no rank reads {what}",
+        sentence=f"The loss of the case reads {what}, and no rank does. {before}".rstrip(),
+        lines=first_of_each_line([*lines, *others]),
+        shows_later=False,
     )
 
 
@@ -307,7 +332,7 @@ def with_unlike_loss(
     Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
     the numbers by which the loss is scaled.
     """
-    if found.kind in ("reduction", "big batch") or not unlike:
+    if found.kind == "big batch" or not unlike:
         return found
     first = [
         PointedLine(one.operation.line, _note_of_value(one), is_fault=True)

@@ -396,7 +396,11 @@ class _Search:
         ]
         passes = [n for n, one in enumerate(path.states) if one.call.kind is Kind.BACKWARD]
         between = path.states[passes[0] + 1 : passes[-1]] if len(passes) > 1 else ()
-        changes = [one for one in between if one.call.kind is not Kind.BACKWARD and not cleared]
+        changes = [
+            one
+            for one in between
+            if one.call.kind is not Kind.BACKWARD and not (cleared or one.call.clears)
+        ]
         mixed = [one for one in path.states if local and self._is_shared(one)]
         lines = [
             *(pointed(one, "clears them between two passes", True) for one in cleared[:1]),
