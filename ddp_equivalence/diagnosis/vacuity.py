@@ -204,8 +204,10 @@ def against_a_pass(
     if useless:
         return Unknown(
             UnknownBecause.LIMIT_ABOVE_SIGNAL,
-            f"the limit lies above the signal for {', '.join(useless[:4])}: rounding alone, or "
-            "randomness that the seed does not fix, moves the big batch's own gradient that far",
+            f"the limit lies above the signal for {', '.join(useless[:4])}: the big batch's own "
+            "gradient moves that far by rounding alone, by randomness that the seed does not fix, "
+            "or since a backward method drops the gradient that it is given, and so the scale of "
+            "the loss",
         )
     limit = min(one.limit.relative for one in telling)
     fault = nearest() if limit > NEGLIGIBLE else None
