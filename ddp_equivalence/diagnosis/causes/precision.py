@@ -60,6 +60,8 @@ def _losses_scaled(view: View) -> Indication | None:
     if loss_factor is None or losses_close(loss_factor, view.world_size):
         return None
     is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
+    if is_a_scale and _may_be_a_count(view, loss_factor):
+        return None
     if is_a_scale and held and losses_close(loss_factor, held):
         times = text_of(loss_factor, ".6g")
         return Indication(True, f"backward began at {times} times the loss of the rank's examples")
@@ -67,6 +69,14 @@ def _losses_scaled(view: View) -> Indication | None:
         because = "backward began at the loss of the rank's own examples, not scaled"
         return Indication(False, because)
     return None
+
+
+def _may_be_a_count(view: View, loss_factor: float) -> bool:
+    """True if the loss is as many times too large as a sum is, and no scaler was called."""
+    counts = view.setting.divisor_candidates.values()
+    return not view.observed.calls.places(Kind.SCALE) and any(
+        losses_close(loss_factor, count / view.world_size) for count in counts
+    )
 
 
 def _lines_of_scale(view: View) -> Sequence[PointedLine]:
