@@ -21,6 +21,7 @@ from ddp_equivalence.diagnosis.where.cuts import (
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import (
     Scaling,
+    behind,
     is_left_by_backward,
     loss_on_one_rank,
     scalings_of_loss,
@@ -447,20 +448,9 @@ def past_autograd(logs: TwoLogs) -> tuple[Operation, ...]:
     first = logs.ranks[0]
     found: dict[object, Operation] = {}
     for number in sorted(
-        _behind(first, [first.results[one] for one in wrong if one in first.results])
+        behind(first, [first.results[one] for one in wrong if one in first.results])
     ):
         operation = first.operations[number]
         if operation.loses_gradient and not operation.in_backward and operation.line is not None:
             found.setdefault(operation.line, operation)
     return tuple(found.values())
-
-
-def _behind(run: Operations, results: Sequence[int]) -> set[int]:
-    """All operations on which these depend."""
-    open_ones, seen = list(results), set[int]()
-    while open_ones:
-        number = open_ones.pop()
-        if number not in seen:
-            seen.add(number)
-            open_ones.extend(run.operations[number].after)
-    return seen

@@ -120,7 +120,7 @@ def _in_step(view: View, found: Whereabouts) -> Whereabouts:
 
 def _find(view: View, pieces: Pieces) -> Whereabouts:
     total = pieces.own.sum(0)
-    weight = _right_weight(pieces, total)
+    weight = pieces.factor_between(pieces.view.expected, total)
     uniform = _uniform_weight(pieces, total)
     if weight is not None and uniform is None:
         return _reduction(pieces, weight) or not_seen(
@@ -141,11 +141,6 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
     if own.kind == "big batch":
         return reduction
     return replace(own, sentence=f"{own.sentence} Beside this: {reduction.sentence}")
-
-
-def _right_weight(pieces: Pieces, total: Tensor) -> float | None:
-    """The big batch is this many times what all ranks computed together; None if it is not."""
-    return pieces.factor_between(pieces.view.expected, total)
 
 
 def _uniform_weight(pieces: Pieces, total: Tensor) -> float | None:

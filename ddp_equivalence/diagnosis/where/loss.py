@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -144,3 +144,14 @@ def is_left_by_backward(run: Operations) -> bool:
     """True if all gradients that the step leaves are what an operation of backward returned."""
     made = {one for op in run.operations if op.in_backward for one in op.returned}
     return made.issuperset(run.left.values())
+
+
+def behind(run: Operations, results: Iterable[int]) -> set[int]:
+    """All operations on which these depend, with these."""
+    open_ones, seen = list(results), set[int]()
+    while open_ones:
+        number = open_ones.pop()
+        if number not in seen:
+            seen.add(number)
+            open_ones.extend(run.operations[number].after)
+    return seen

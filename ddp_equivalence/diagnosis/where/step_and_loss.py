@@ -7,7 +7,7 @@ the case. The first values that only the step has, made of values that both have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,6 +18,7 @@ from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
+from ddp_equivalence.diagnosis.where.loss import behind
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
 from ddp_equivalence.diagnosis.where.relations import Known, KnownValues
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
@@ -298,10 +299,10 @@ class _InGradients(_Search):
 
         What leads to no gradient that the step leaves does not count.
         """
-        behind = self._behind(self._step.results.values())
+        leading = behind(self._step, self._step.results.values())
         began = next((n for n, one in enumerate(self._operations) if one.in_backward), None)
         for number, operation in enumerate(self._operations):
-            if began is None or number < began or number not in behind or _is_new(operation):
+            if began is None or number < began or number not in leading or _is_new(operation):
                 continue
             given = [
                 self._of_value(value)
@@ -310,13 +311,3 @@ class _InGradients(_Search):
             ]
             if "no" not in given and self._result(number) == "no":
                 yield from self._unlike(number, operation.returned)
-
-    def _behind(self, results: Iterable[int]) -> set[int]:
-        """All operations on which these depend."""
-        open_ones, seen = list(results), set[int]()
-        while open_ones:
-            number = open_ones.pop()
-            if number not in seen:
-                seen.add(number)
-                open_ones.extend(self._operations[number].after)
-        return seen
