@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad, clip_grads_with_norm_
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.comparison.gradients import ElementSample
@@ -375,6 +376,11 @@ REGISTERING_HOOKS: tuple[Any, ...] = (
 POINT_TO_POINT = (dist.send, dist.recv, dist.isend, dist.irecv)
 """The functions by which one rank sends a tensor to another one."""
 
+_warning = getattr(dist.distributed_c10d, "_warn_not_in_group", None)
+WARNING_OF_NON_MEMBERS = () if _warning is None else (_warning,)
+"""The function, which is not public, that torch calls where a collective does nothing on a rank
+outside of its group. Source: torch 2.13, torch/distributed/distributed_c10d.py."""
+
 _POINT_TO_POINT_CODES = frozenset(map(code_of, POINT_TO_POINT))
 
 CLIPS_WITH_NORM = clip_grads_with_norm_
@@ -409,7 +415,7 @@ class TorchCalls:
             (Kind.NO_SYNC, _no_sync, (DistributedDataParallel.no_sync,)),
             (Kind.NEW_GROUP, _new_group, (dist.new_group,)),
             (Kind.POINT_TO_POINT, _point_to_point, POINT_TO_POINT),
-            (Kind.NOT_IN_GROUP, _not_in_group, (dist.distributed_c10d._warn_not_in_group,)),
+            (Kind.NOT_IN_GROUP, _not_in_group, WARNING_OF_NON_MEMBERS),
             (Kind.SEED, _seed, (torch.random.manual_seed,)),
             (Kind.SEED, _seed_of_gpus, (torch.cuda.manual_seed, torch.cuda.manual_seed_all)),
             (Kind.SCALE, _scale, (torch.amp.GradScaler.scale,)),
@@ -520,9 +526,13 @@ def _point_to_point(frame: FrameType) -> dict[str, Any] | None:
     return {"what": frame.f_code.co_name}
 
 
-def _not_in_group(frame: FrameType) -> dict[str, Any]:
-    """Torch calls this function, which is not public, where a collective does nothing."""
-    return {"what": frame.f_locals["op_name"]}
+def _not_in_group(frame: FrameType) -> dict[str, Any] | None:
+    """A barrier, or a collective of single numbers, has nothing to do with gradients."""
+    given = pytree.tree_leaves(dict(frame.f_back.f_locals)) if frame.f_back is not None else []
+    tensors = [one for one in given if isinstance(one, Tensor) and one.is_floating_point()]
+    if not any(one.numel() > 1 for one in tensors):
+        return None
+    return {"what": str(frame.f_locals.get("op_name", "a collective"))}
 
 
 def _seed(frame: FrameType) -> dict[str, Any]:

@@ -411,7 +411,10 @@ CAUSES = (
         indication=_clips_seen_between,
         lines=lambda view: [
             *last_of(view.observed.calls.backwards, "runs for each micro-batch", is_fault=False),
-            *last_of(view.observed.calls.places(Kind.CLIP, where=clips_norm), "clips after each"),
+            *last_of(
+                view.observed.calls.places(Kind.CLIP, where=clips_norm),
+                "clips after each micro-batch",
+            ),
         ],
         mend="clip once, after the loop over the micro-batches and after the reduction.",
     ),

@@ -8,6 +8,11 @@ from dataclasses import replace
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes.losses import (
+    is_mean_over_examples,
+    mend_counts,
+    unit_of_means,
+)
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
@@ -191,8 +196,13 @@ def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
 def _mend_sum(view: View) -> str:
     count, what = view.world_size, _scaled(view, view.world_size)
     if what:
+        contributions = view.parts.contributions()
+        right = contributions is None or nearly_equal(contributions.mean(0), view.expected)
+        if not right and (is_mean_over_examples(view) or unit_of_means(view) is not None):
+            return mend_counts(view)  # without the factor, the means would still count equally
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
-        return f"do not multiply {what} by {count}{why}."
+        again = "" if right else " The mean over the ranks is another gradient, too: check again."
+        return f"do not multiply {what} by {count}{why}.{again}"
     if is_unseen(view):
         return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
     where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
@@ -425,7 +435,7 @@ SUM_NOT_MEAN = Hypothesis(
 
 AVERAGED_TWICE = Hypothesis(
     name="averaged_twice",
-    sentence="Gradients were divided once too often by a number that is the number of ranks.",
+    sentence="Gradients were divided once too often by a number equal to the number of ranks.",
     look_at="a division by the world size in the loss or after backward: DDP already averages",
     headline="gradients are divided once too often",
     tell_apart=OTHER_WORLD_SIZE,

@@ -141,8 +141,8 @@ def only_of_ranks(ranks: Sequence[Operations], alone: Operations) -> tuple[Cut, 
 
 def at_collectives(ranks: Sequence[Operations]) -> tuple[Cut, ...]:
     """The cuts of ranks at collectives of which autograd knows nothing, each line once."""
-    found = {cut.ended.line: cut for run in reversed(ranks) for cut in cuts_of(run)}
-    return tuple(cut for cut in found.values() if cut.ended.talks)
+    every = [cut for run in reversed(ranks) for cut in cuts_of(run) if cut.ended.talks]
+    return tuple({cut.ended.line: cut for cut in every}.values())
 
 
 def called(operation: Operation) -> str:

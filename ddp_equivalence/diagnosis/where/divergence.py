@@ -144,8 +144,8 @@ def _compared(
 
 def _is_seed(run: Operations, operation: Operation) -> bool:
     """True if an operation drew a single whole number, as a loader does for its workers."""
-    drawn = [run.values[one] for one in operation.returned if one is not None]
-    return all(one.shape == () and not one.is_floating_point for one in drawn)
+    drawn = [None if one is None else run.values[one] for one in operation.returned]
+    return all(one and one.shape == () and not one.is_floating_point for one in drawn)
 
 
 def logs_of(runs: OneRank, sharing: Sharing) -> TwoLogs:

@@ -43,7 +43,7 @@ class TwoLogs:
         self.sharing = sharing
         self._rivals = rivals or {}
         self._related = cache(self._relation_of)
-        self._makes_positions = cache(self._makes_positions_of)
+        self._positions = set[int]()
         self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
         self._readers: dict[int, list[int]] = {}
         for number, operation in enumerate(self.alone.operations):
@@ -56,6 +56,9 @@ class TwoLogs:
         }
         for number, writer in self._read_as_numbers.items():
             self._readers.setdefault(writer, []).append(number)
+        for number in range(len(self.alone.operations)):  # what an operation reads comes before it
+            if self._makes_positions(number):
+                self._positions.add(number)
 
     def number_of(self, operation: Operation) -> int | None:
         """The number of an operation that one rank ran; None if only other ranks did."""
@@ -114,8 +117,7 @@ class TwoLogs:
             relation = self._related(tuple(one.given[place] for one in each), alone)
             if writer is not None:
                 may_be = relation.how in ("other", "extreme")
-                is_position = may_be and self._makes_positions(writer)
-                found = Related("positions") if is_position else relation
+                found = Related("positions") if may_be and writer in self._positions else relation
                 yield found, self.alone.operations[writer]
                 continue
             on_ranks = [
@@ -191,9 +193,9 @@ class TwoLogs:
         values = tuple(one.returned[place] for one in self._on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how
         how = "other" if how == "extreme" and not self._is_sent(number) else how
-        return "positions" if how == "other" and self._makes_positions(number) else how
+        return "positions" if how == "other" and number in self._positions else how
 
-    def _makes_positions_of(self, number: int) -> bool:
+    def _makes_positions(self, number: int) -> bool:
         """True if an operation makes whole numbers or flags of positions that each rank counts in
         its own part.
         """

@@ -15,6 +15,7 @@ from torch import Tensor
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import leaves_of, name_of_leaf
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.loss import behind
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
 from ddp_equivalence.diagnosis.where.relations import KnownValues
 from ddp_equivalence.measurement.calls import CodeLine, Operations, Value
@@ -57,6 +58,8 @@ def unread(view: View, ranks: Sequence[Operations]) -> tuple[Unread, ...]:
         return ()
     of_loss = operations_of_the_loss(setting, [tuple(range(count))], view.time)
     in_loss = KnownValues((one for run in of_loss or () for one, _ in _read_by(run)), (), eps)
+    if not all(_is_recognised(run, in_loss) for run in ranks):
+        return ()  # examples may have been read in another form, such as without their padding
     return tuple(
         Unread(name_of_leaf(path), tuple(numbers), tuple(_lines(parts, path, ranks[0], eps)))
         for path, numbers in missing.items()
@@ -74,6 +77,21 @@ def _read_by(run: Operations) -> Iterator[tuple[Value, int | None]]:
         ):
             if value is not None and not required:
                 yield run.values[value], writer
+
+
+def _is_recognised(run: Operations, in_loss: KnownValues) -> bool:
+    """True if all data that a rank reads are rows that the loss of the case reads, too."""
+    differentiable = {n for n, one in enumerate(run.operations) if one.differentiable}
+    return all(
+        in_loss.has(value) == "yes"
+        for value, writer in _read_by(run)
+        if writer is None or differentiable.isdisjoint(behind(run, [writer]))
+        if not _is_constant(value) and not (len(value.shape) == 1 and not value.is_floating_point)
+    )
+
+
+def _is_constant(value: Value) -> bool:
+    return len(value.tensor.unique()) <= 1
 
 
 def _is_known(known: KnownValues, part: object) -> str:

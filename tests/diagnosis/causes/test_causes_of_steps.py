@@ -224,6 +224,25 @@ def mean_inside_the_root(model: nn.Module, shard: Batch, rank: Rank) -> None:
     (mean / (2 * of_all.sqrt())).backward()
 
 
+def times_ranks(of_case: Any) -> Any:
+    def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        (of_case(ddp, shard) * rank.world_size).backward()
+
+    return step
+
+
+def with_few_labels(generator: torch.Generator) -> Batch:
+    """Labels of which the later examples have fewer."""
+    labels = torch.randint(0, 3, (24,), generator=generator)
+    labels[torch.arange(24) % 12 > 8 - torch.arange(24) // 4] = -100
+    return {"rows": torch.randn(24, 5, generator=generator), "labels": labels}
+
+
+def of_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["rows"]), batch["labels"], ignore_index=-100)
+
+
 # Accumulation windows that are divided by the length of a longer one.
 
 FULL_WINDOW = 4
@@ -298,6 +317,21 @@ def test_the_numbers_of_a_clipping_and_of_a_window_are_told() -> None:
     assert of_clipping.endswith("clipping to 1 limited the real norm to 1.5e-05")
     of_window = first_finding(different(CASE, loss_divided_by_full_window)).detail
     assert of_window == "3 micro-batches, divided by 4"
+
+
+@pytest.mark.parametrize(
+    ("case", "of_case", "fix"),
+    [
+        (case_of(loss=of_labels, batch=with_few_labels), of_labels, "divide the summed loss by"),
+        (case_of(loss=mean_of_valid), mean_of_valid, "another gradient, too: check again"),
+        (CASE, loss, "do not multiply the loss by 4: DDP averages over the 4 ranks by itself."),
+    ],
+)
+def test_the_fix_of_a_factor_says_whether_it_is_enough(case: Any, of_case: Any, fix: str) -> None:
+    finding = first_finding(different(case, times_ranks(of_case)))
+    assert finding.cause == "sum_not_mean"
+    assert fix in finding.fix
+    assert ("check again" in finding.fix) == ("check again" in fix)
 
 
 @pytest.mark.parametrize(

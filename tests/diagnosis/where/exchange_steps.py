@@ -139,3 +139,12 @@ def in_a_group_of_others(model: Any, shard: Any, rank: Any) -> None:
         dist.all_reduce(parameter.grad, group=groups.inside)
         dist.all_reduce(parameter.grad, group=groups.between)
         parameter.grad /= rank.world_size
+
+
+def lead_alone(model: Any, shard: Any, rank: Any) -> None:
+    """Only rank 0 is in the group, in which nothing of the gradients is reduced."""
+    leader: Any = dist.new_group([0])
+    dist.barrier(group=leader)
+    dist.all_reduce(torch.ones(()), group=leader)
+    dist.all_reduce(torch.arange(4), group=leader)
+    sent_without_a_gradient(model, shard, rank)

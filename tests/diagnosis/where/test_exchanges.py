@@ -34,3 +34,7 @@ def test_a_collective_in_a_group_of_other_ranks_is_shown_with_the_line_that_set_
     assert where.headline == "all_reduce does nothing on ranks 0 and 2"
     assert where.ranks == (0, 2)
     assert distance(where, steps.Groups) == 0, where.lines
+
+
+def test_a_barrier_or_a_count_in_a_group_of_other_ranks_is_no_fault() -> None:
+    assert unnamed(CASE, steps.lead_alone).headline == "a gradient is cut off"

@@ -57,3 +57,42 @@ def test_examples_that_no_rank_reads_are_named_with_the_line_that_takes_the_othe
     assert where.headline == "no rank reads examples 2, 3, 6, 7 of weak and strong"
     assert distance(where, as_many_views_as_targets) == 0, where.lines
     assert [line.is_fault for line in where.lines[:1]] == [True]
+
+
+# Texts that each rank trims to the length of its longest one.
+
+
+def texts(generator: torch.Generator) -> dict[str, Tensor]:
+    """Twelve texts, of which the second six are padded to the length of the first six."""
+    words, next_words = torch.randint(1, 11, (2, 12, 12), generator=generator)
+    words[6:, 7:], next_words[6:, 7:] = 0, -100
+    return {"words": words, "next": next_words}
+
+
+def model_of_words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+
+def by_word(model: Any, words: Tensor, next_words: Tensor) -> Tensor:
+    logits = model(words).flatten(0, 1)
+    return functional.cross_entropy(
+        logits, next_words.flatten(), ignore_index=-100, reduction="none"
+    )
+
+
+def loss_of_words(model: Any, examples: dict[str, Tensor]) -> Any:
+    each = by_word(model, examples["words"], examples["next"])
+    return each.sum() / (examples["next"] != -100).sum()
+
+
+def trimmed(model: Any, shard: Any, rank: Any) -> None:
+    longest = int((shard["words"] != 0).sum(1).max())
+    words, next_words = shard["words"][:, :longest], shard["next"][:, :longest]
+    weights = torch.linspace(1.0, 2.0, longest).repeat(len(words))
+    (by_word(model, words, next_words) * weights).mean().backward()  # fault
+    average(model)
+
+
+def test_examples_that_are_read_without_their_padding_are_not_called_unread() -> None:
+    where = unnamed(Case(model=model_of_words, loss=loss_of_words, batch=texts), trimmed)
+    assert "no rank reads" not in where.headline
