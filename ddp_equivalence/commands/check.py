@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -44,19 +44,7 @@ def add(commands: Commands) -> None:
         "another step in it, a tuple (case, step) or (case, step, options), or a strategy such as "
         "ddp_mean",
     )
-    of_case = parser.add_argument_group("in place of what the case has")
-    for name, kind, text in OF_CASE:
-        of_case.add_argument(f"--{name}", type=kind, help=text)
-    of_case.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bfloat16", "float16", "as-built"),
-        help="as-built keeps the dtype of the model",
-    )
-    of_check = parser.add_argument_group("how it is checked")
-    for name, kind, metavar, text in OF_CHECK:
-        of_check.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-    for name, text in SWITCHES_OF_CHECK.items():
-        of_check.add_argument(f"--{name}", action="store_true", default=None, help=text)
+    _add_options_of_the_check(parser)
     parser.add_argument(
         "--trial-seconds",
         type=float,
@@ -79,56 +67,64 @@ def add(commands: Commands) -> None:
         help="if the step differs, write one plain torch script to DIR that shows the difference, "
         "for a bug report",
     )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="print all that is known of a difference, also the causes that were ruled out",
+    for name, text in (
+        ("--full", "print all that is known of a difference, also the causes that were ruled out"),
+        ("--github", "if the step is not the same, print an annotation for GitHub Actions as well"),
+    ):
+        parser.add_argument(name, action="store_true", help=text)
+
+
+def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
+    """Add the options that replace fields of the case, and arguments of check()."""
+    of_case = parser.add_argument_group("in place of what the case has").add_argument
+    of_case("--layout", help="such as 2x2")
+    of_case("--shards", help="such as 5+3")
+    of_case("--seed", type=int, help="a whole number")
+    of_case(
+        "--examples",
+        help="only the first N examples of the batch, or those at positions such as 0,1,5",
     )
-    parser.add_argument(
-        "--github",
-        action="store_true",
-        help="if the step is not the same, print an annotation for GitHub Actions as well",
+    of_case(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16", "as-built"),
+        help="as-built keeps the dtype of the model",
     )
-
-
-OF_CASE: tuple[tuple[str, Callable[[str], Any], str], ...] = (
-    ("layout", str, "such as 2x2"),
-    ("shards", str, "such as 5+3"),
-    ("seed", int, "a whole number"),
-    (
-        "examples",
-        str,
-        "only the first N examples of the batch, or those at positions such as 0,1,5",
-    ),
-)
-"""Options that replace something of the case: name, type and help."""
-
-OF_CHECK: tuple[tuple[str, Callable[[str], Any], str | None, str], ...] = (
-    (
-        *("backend", str, None),
-        "auto, gloo, gloo_cuda, nccl, nccl_shared (ranks share GPUs), nccl2 or nccl-legacy; auto "
-        "takes NCCL if there is a GPU, shared if there are too few, and gloo on the CPU else",
-    ),
-    (
-        *("compare", str, None),
-        "gradients (the default), or update, which is how far the weights have moved",
-    ),
-    ("steps", int, "N", "read the batch as N consecutive big batches"),
-    ("lr", float, None, "with --compare update: the learning rate of the reference's SGD"),
-    ("deadline", float, "SECONDS", "the time that the ranks get for the case"),
-    (
-        *("collective-deadline", float, "SECONDS"),
-        "the time that one collective gets; default half of the deadline",
-    ),
-)
-"""Options that become the argument of check() that has the same name: with type, metavar, help."""
-
-SWITCHES_OF_CHECK = {
-    "in-process": "run rank 0 in this process, without a deadline, so that breakpoint() works in "
-    "the step",
-    "allow-changes": "do not fail if the step changes its process (seed, environment, default "
-    "dtype, threads ...)",
-}
+    of_check = parser.add_argument_group("how it is checked").add_argument
+    of_check(
+        "--backend",
+        help="auto, gloo, gloo_cuda, nccl, nccl_shared (ranks share GPUs), nccl2 or nccl-legacy; "
+        "auto takes NCCL if there is a GPU, shared if there are too few, and gloo on the CPU else",
+    )
+    of_check(
+        "--compare",
+        help="gradients (the default), or update, which is how far the weights have moved",
+    )
+    of_check("--steps", type=int, metavar="N", help="read the batch as N consecutive big batches")
+    of_check(
+        "--lr",
+        type=float,
+        help="with --compare update: the learning rate of the reference's SGD",
+    )
+    for name, text in (
+        ("--deadline", "the time that the ranks get for the case"),
+        (
+            "--collective-deadline",
+            "the time that one collective gets; default half of it",
+        ),
+    ):
+        of_check(name, type=float, metavar="SECONDS", help=text)
+    for name, text in (
+        (
+            "--in-process",
+            "run rank 0 in this process, without a deadline, so that breakpoint() works in a step",
+        ),
+        (
+            "--allow-changes",
+            "do not fail if the step changes its process (seed, environment, default dtype, "
+            "threads ...)",
+        ),
+    ):
+        of_check(name, action="store_true", default=None, help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -158,24 +154,24 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     from ddp_equivalence.case import build
     from ddp_equivalence.checking.check import check
     from ddp_equivalence.commands.user_file import load
+    from ddp_equivalence.measurement.request import CheckOptions
 
     user_check = load(path, name)
-    changes = _given(arguments, ["layout", "shards", "seed"])
+    changes = _given(arguments, ("layout", "shards", "seed"))
     if arguments.dtype is not None:
         as_built = arguments.dtype == "as-built"
         changes["dtype"] = None if as_built else getattr(torch, arguments.dtype)
-    names = [
-        option.replace("-", "_") for option in [*(row[0] for row in OF_CHECK), *SWITCHES_OF_CHECK]
-    ]
-    given_options = _given(arguments, names)
-    options = user_check.options | given_options
-    _require_known_options(options)
+    known = CheckOptions.__annotations__
+    options = user_check.options | _given(arguments, known)
+    if unknown := options.keys() - known.keys():
+        first = min(unknown, key=str)
+        right = f"options of check(): {', '.join(known)}; {first!r} is none of them"
+        raise BadCase("options", options, right)
     examples = None if arguments.examples is None else build.parse(arguments.examples)
     if arguments.explore is not None:
         fixed = changes if examples is None else changes | {"examples": examples}
-        return EXIT_CODE_OF_OUTCOME[
-            _explore(arguments, replace(user_check, options=options), fixed)
-        ]
+        varied = replace(user_check, options=options)
+        return EXIT_CODE_OF_OUTCOME[_explore(arguments, varied, fixed)]
     case = replace(user_check.case, **changes)
     case = case if examples is None else build.with_examples(case, examples)
     stdout = sys.stdout
@@ -240,21 +236,10 @@ def _target(text: str) -> tuple[Path, str]:
     return Path(file), name
 
 
-def _given(arguments: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The values of those named options that the command line has."""
-    given = vars(arguments)
-    return {name: given[name] for name in names if given[name] is not None}
-
-
-def _require_known_options(options: dict[str, Any]) -> None:
-    """Raises BadCase if check() does not take the options."""
-    from ddp_equivalence.measurement.request import CheckOptions
-
-    known = CheckOptions.__annotations__
-    if unknown := options.keys() - known.keys():
-        first = min(unknown, key=str)
-        right = f"options of check(): {', '.join(known)}; {first!r} is none of them"
-        raise BadCase("options", options, right)
+    given = {name: getattr(arguments, name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _report(verdict: Verdict, stdout: TextIO) -> str:

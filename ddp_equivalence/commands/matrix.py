@@ -24,9 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME, YELLOW
+from ddp_equivalence.commands.exit_codes import (
+    DIFFERENT,
+    EXIT_CODE_OF_LEVEL,
+    NOT_JUDGED,
+    SAME,
+    YELLOW,
+)
 from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of, require_writable_folder
-from ddp_equivalence.commands.record import add_checks, asked, part_of_suite
+from ddp_equivalence.commands.record import add_checks, asked
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 from ddp_equivalence.gate.record import standard_name
 from ddp_equivalence.report.text import painted, plural
@@ -265,12 +271,7 @@ class Matrix:
         self._arguments, self._policy = arguments, policy
         self._out: Path = arguments.out
         self._failed: dict[str, str] = {}
-        self._asked = asked(
-            arguments.paths,
-            arguments.observe,
-            arguments.k,
-            part_of_suite(is_run=arguments.suite, whole=arguments.all or bool(arguments.k)),
-        )
+        self._asked = asked(arguments)
 
     def compare(self, wanted: Sequence[Wanted]) -> int:
         """Record each, and hold those with the same packages against the one before."""
@@ -285,11 +286,9 @@ class Matrix:
         self._say_what_failed()
         if not levels:
             print("\nNothing was held against anything.")
-        if "red" in levels:
-            return DIFFERENT
-        if self._failed or not levels:
-            return NOT_JUDGED
-        return YELLOW if "yellow" in levels else SAME
+        codes = {EXIT_CODE_OF_LEVEL[level] for level in levels}
+        codes |= {NOT_JUDGED} if self._failed or not levels else set()
+        return next(one for one in (DIFFERENT, NOT_JUDGED, YELLOW, SAME) if one in codes)
 
     def bisect(self, released: Sequence[Wanted]) -> int:
         """Find the first release that is red beside the first of all."""
@@ -301,8 +300,7 @@ class Matrix:
             return NOT_JUDGED
         if self._verdicts_alike(first, last):
             print(f"\n{last.name} has the verdicts of {first.name}: there is nothing to look for.")
-            level = self._print(self._judged(first, last))
-            return {"red": DIFFERENT, "yellow": YELLOW}.get(level, SAME)
+            return EXIT_CODE_OF_LEVEL[self._print(self._judged(first, last))]
         good, bad, untried = 0, len(released) - 1, set[int]()
         while choices := [n for n in range(good + 1, bad) if n not in untried]:
             middle = choices[len(choices) // 2]

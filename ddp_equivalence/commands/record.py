@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.output import exit_code_of, require_writable_folder
-from ddp_equivalence.commands.suite_folder import cache_folder
+from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, cache_folder, suite_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -39,7 +39,9 @@ def add(commands: Commands) -> None:
         "input, 3: the run was cut off.",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; must not exist")
-    parser.add_argument("--no-suite", action="store_true", help="leave the suite out")
+    parser.add_argument(
+        "--no-suite", dest="suite", action="store_false", help="leave the suite out"
+    )
     add_checks(parser)
 
 
@@ -77,15 +79,6 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Run(NamedTuple):
-    """One run of pytest. ``of``: stands before the names of its tests."""
-
-    of: str
-    arguments: Sequence[str]
-    at: Path
-    environment: Mapping[str, str]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Write the record. Raises BadCase for input that cannot be right, before anything runs."""
     out: Path = arguments.out
@@ -98,18 +91,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadCase("PATH", twice, "each check once")
     if not arguments.n.isdecimal() and arguments.n not in ("auto", "logical"):
         raise BadCase("n", arguments.n, "a number of workers, or auto")
-    runs = list(_runs(arguments))
-    if not runs:
+    if not (arguments.suite or every):
         raise BadCase("PATH", "", "checks of your own beside --no-suite, or the suite")
+    paths = [given(text) for text in arguments.paths]
     from ddp_equivalence.gate.record import NAME, RecordWriter
 
     out.mkdir(parents=True)
     path = (out / NAME).resolve()
     started = time.monotonic()
     _write_begin(RecordWriter(path), arguments)
-    codes = [_ran(one, path) for one in runs]
+    codes = list(_runs(arguments, paths, path))
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    RecordWriter(path).write(
+    RecordWriter(path).write(  # a writer goes on after the lines that it found at its start
         "end",
         exit_codes=codes,
         seconds=round(time.monotonic() - started, 1),
@@ -145,7 +138,7 @@ def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[
             out=out,
             paths=paths,
             observe=observed,
-            no_suite=earlier.suite == "none",
+            suite=earlier.suite != "none",
             all=earlier.suite == "all",
             n=workers,
             k=" ".join(earlier.asked_for("selected")),
@@ -153,32 +146,32 @@ def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[
     )
 
 
-def _runs(arguments: argparse.Namespace) -> Iterator[_Run]:
-    """A run of the suite, one of the user's tests, and one of all that is given to pytest."""
+def _runs(arguments: argparse.Namespace, paths: Sequence[Given], record: Path) -> Iterator[int]:
+    """Run the suite, the user's tests, and all that is given to pytest. Yields the exit codes."""
     from ddp_equivalence.commands.given_checks import variable
-    from ddp_equivalence.commands.suite_folder import TESTS, suite_folder
     from ddp_equivalence.gate.record import OF_SUITE
 
     common = ["-n", arguments.n] if arguments.n != "0" else []
     common += ["-k", arguments.k] if arguments.k else []
-    common += ["-o", f"cache_dir={cache_folder()}"]
-    if not arguments.no_suite:
+    common += ["-o", f"cache_dir={cache_folder()}", f"--ddp-lines={record}"]
+    pytest = [sys.executable, "-m", "pytest"]
+    if arguments.suite:
         some = [] if arguments.all else ["--ddp-pairwise"]
-        of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", *some, *common]
-        yield _Run(OF_SUITE, of_suite, suite_folder(), {})
-    paths = [given(text) for text in arguments.paths]
-    tests = [one.text for one in paths if one.is_test]
+        of_suite = [*OPTIONS_OF_SUITE, f"--ddp-lines-of={OF_SUITE}", *some, *common]
+        yield exit_code_of([*pytest, *of_suite], suite_folder())
+    if tests := [one.text for one in paths if one.is_test]:
+        yield exit_code_of([*pytest, *tests, *common], Path.cwd())
     files = [one.text for one in paths if not one.is_test]
-    if tests:
-        yield _Run("", [*tests, *common], Path.cwd(), {})
     if files or arguments.observe:
-        plugin = ["-p", "ddp_equivalence.commands.given_checks"]
-        environment = variable(files, arguments.observe)
-        yield _Run("", [*plugin, *common], Path.cwd(), environment)
+        with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
+            Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
+            plugin = ["-p", "ddp_equivalence.commands.given_checks"]
+            words = [*pytest, nothing, f"--rootdir={nothing}", *plugin, *common]
+            environment = {**os.environ, **variable(files, arguments.observe)}
+            yield exit_code_of(words, Path.cwd(), environment)
 
 
 def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
-    from ddp_equivalence.commands.suite_folder import suite_folder
     from ddp_equivalence.gate.record import SCHEMA
     from ddp_equivalence.gate.surroundings import defaults, source_digest, surroundings
 
@@ -188,40 +181,13 @@ def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         source=source_digest(suite_folder()),
         workers=arguments.n,
-        asked=asked(
-            arguments.paths,
-            arguments.observe,
-            arguments.k,
-            part_of_suite(is_run=not arguments.no_suite, whole=arguments.all or bool(arguments.k)),
-        ),
+        asked=asked(arguments),
     )
     writer.write("environment", values=surroundings(Path.cwd()))
     writer.write("defaults", values=defaults())
 
 
-def _ran(one: _Run, path: Path) -> int:
-    """Run pytest, and return its exit code."""
-    with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
-        Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
-        collects_nothing = [nothing, f"--rootdir={nothing}"] if one.environment else []
-        command = [
-            *(sys.executable, "-m", "pytest", *collects_nothing, *one.arguments),
-            *(f"--ddp-lines={path}", f"--ddp-lines-of={one.of}"),
-        ]
-        return exit_code_of(command, one.at, {**os.environ, **one.environment})
-
-
 # What a run is asked to check.
-
-PartOfSuite = Literal["none", "pairwise", "all"]
-"""How much of the suite runs. With ``-k`` it is "all", of those tests that its words select."""
-
-
-def part_of_suite(*, is_run: bool, whole: bool) -> PartOfSuite:
-    """The part that is run. ``whole``: as the option ``--all`` asks for."""
-    if not is_run:
-        return "none"
-    return "all" if whole else "pairwise"
 
 
 class Given(NamedTuple):
@@ -252,21 +218,22 @@ def given(text: str) -> Given:
     return Given(text, path, path.is_dir() or (is_test and not step))
 
 
-def asked(
-    paths: Sequence[str], commands: Sequence[str], words: str, suite: PartOfSuite
-) -> Mapping[str, Any]:
+def asked(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """The entry of a record's first line on what it is of, with a digest of the files, but not of
     what these import. Raises BadCase.
+
+    ``suite``: "none", "pairwise", or "all" of its tests, of which ``selected`` may select some.
     """
     hashed = hashlib.sha256()
-    for text in paths:
+    for text in arguments.paths:
         file = given(text).file
         for one in sorted(file.rglob("*.py")) if file.is_dir() else [file]:
             hashed.update(f"{one.as_posix()}\n".encode() + one.read_bytes())
+    part = "all" if arguments.all or arguments.k else "pairwise"
     return {
-        "suite": suite,
-        "paths": list(paths),
-        "observed": list(commands),
-        "selected": words,
+        "suite": part if arguments.suite else "none",
+        "paths": list(arguments.paths),
+        "observed": list(arguments.observe),
+        "selected": arguments.k,
         "files": hashed.hexdigest()[:32],
     }

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME, YELLOW
+from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_LEVEL, SAME
 from ddp_equivalence.commands.output import require_writable_file
 from ddp_equivalence.commands.record import record_again
-from ddp_equivalence.commands.suite_folder import TESTS, suite_folder
+from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, suite_folder
 from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.report.text import painted
 
@@ -113,7 +113,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             write(judgement, path)
     if arguments.github:
         print("\n".join(outputs.github_annotations(judgement)))
-    return {"red": DIFFERENT, "yellow": YELLOW}.get(judgement.level, SAME)
+    return EXIT_CODE_OF_LEVEL[judgement.level]
 
 
 # ``report``: a page about one or several records.
@@ -245,7 +245,7 @@ def run_verify_receipt(arguments: argparse.Namespace) -> int:
 
 def _tests_of_the_suite() -> list[str]:
     """The names of the tests, as a record has them. Raises BadCase if they are not collected."""
-    words = ["-o", f"testpaths={TESTS}", "-W", "default", "-p", "no:cacheprovider"]
+    words = [*OPTIONS_OF_SUITE, "-p", "no:cacheprovider"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", *words],
         cwd=suite_folder(),

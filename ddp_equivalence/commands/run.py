@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.output import require_writable_file, require_writable_folder
-from ddp_equivalence.commands.suite_folder import TESTS, cache_folder, is_checkout, suite_folder
+from ddp_equivalence.commands.suite_folder import (
+    OPTIONS_OF_SUITE,
+    cache_folder,
+    is_checkout,
+    suite_folder,
+)
 from ddp_equivalence.ranks.backend_names import LANES
 
 if TYPE_CHECKING:
@@ -75,14 +80,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     record = _folder_of_records(arguments.record)
     rest, must_run = arguments.rest, list(_must_run(arguments.must_run))
     of_pytest = [
-        "-o",
-        f"testpaths={TESTS}",
+        *OPTIONS_OF_SUITE,
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
         "--ddp-suite-run",
-        # A warning is an error in the tests of this package, and not on a user's machine, where
-        # other plugins of pytest and other versions of torch warn of what is none of our business.
-        *("-W", "default"),
         *(f"--must-run={lane}" for lane in must_run),
         *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
     ]

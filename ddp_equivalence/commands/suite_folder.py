@@ -13,6 +13,11 @@ PACKAGE = Path(__file__).resolve().parent.parent
 TESTS = "tests/equivalence tests/difference tests/diagnosis/test_planted_faults.py"
 """The tests that compare, in this folder; the others check the suite itself."""
 
+OPTIONS_OF_SUITE = ("-o", f"testpaths={TESTS}", "-W", "default")
+"""The options with which pytest runs them in the suite's folder. A warning is an error in the tests
+of this package, and not on a user's machine, where other plugins of pytest and other versions of
+torch warn of what is none of our business."""
+
 
 def suite_folder() -> Path:
     """The folder with pytest.ini, conftest.py and tests/. Raises SuiteBug if there is none."""

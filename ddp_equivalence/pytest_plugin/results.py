@@ -18,7 +18,7 @@ import pytest
 
 from ddp_equivalence.gate.record import RecordWriter
 from ddp_equivalence.report.record import Record, listening, record_of, versions
-from ddp_equivalence.report.text import rank_names
+from ddp_equivalence.report.text import rank_names, ranks_by
 
 if TYPE_CHECKING:
     from ddp_equivalence.measurement.request import Request
@@ -107,11 +107,8 @@ def checks_noted(item: pytest.Item) -> Iterator[None]:
 
 def _add_output(item: pytest.Item, verdict: Verdict) -> None:
     """Add what ranks printed to the report of the test. Ranks that printed the same share it."""
-    ranks_by_output: dict[str, list[int]] = {}
-    for rank, text in sorted(verdict.output.items()):
-        if text.strip():
-            ranks_by_output.setdefault(text, []).append(rank)
-    for text, ranks in ranks_by_output.items():
+    printed = ((rank, text if text.strip() else None) for rank, text in verdict.output.items())
+    for text, ranks in ranks_by(sorted(printed)).items():
         title = f"output of {rank_names(ranks)}"
         if len(ranks) == 1:
             title += f" (node {verdict.case.ranks.rows[ranks[0]].node})"

@@ -4,7 +4,6 @@ cause, what is known about the difference; and all that a reader must know besid
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.draws import ON_A_GPU
 from ddp_equivalence.diagnosis.examples_read import short_numbers
+from ddp_equivalence.report.blocks import place_name
 from ddp_equivalence.report.text import (
     Line,
     labelled,
@@ -40,7 +40,8 @@ def cause_lines(verdict: Verdict) -> list[Line]:
     """Lines on what happened, what was seen of it, where to look, and which edits were tried."""
     best = verdict.best
     if best is None:
-        return [*_without_a_cause(verdict), *_trial_lines(verdict)]
+        known = "; ".join(_known(verdict))
+        return [*labelled("What is known: ", known and f"{known}."), *_trial_lines(verdict)]
     causes = (best, *best.more)
     sentence = best.sentence
     if best.more:
@@ -53,16 +54,6 @@ def cause_lines(verdict: Verdict) -> list[Line]:
         *labelled("Look at: ", "; and ".join(one.look_at for one in causes)),
         *_trial_lines(verdict),
     ]
-
-
-def _without_a_cause(verdict: Verdict) -> list[Line]:
-    """The lines on what is known about a difference without a known cause."""
-    known = "; ".join(_known(verdict))
-    return labelled("What is known: ", known and f"{known}.")
-
-
-def _place(file: str, number: int) -> str:
-    return f"{os.path.basename(file)}:{number}"
 
 
 def _known(verdict: Verdict) -> Iterator[str]:
@@ -123,7 +114,7 @@ def _trial_lines(verdict: Verdict) -> list[Line]:
     repair = plural(repairs.right, "of them repairs it", "of them repair it, such as")
     lines = labelled("Tried: ", f"{count}; {repairs.right} {repair}:")
     for one in repairs.found:
-        lines += labelled(f"  {_place(one.line.file, one.line.number)}: ", one.text)
+        lines += labelled(f"  {place_name(one.line)}: ", one.text)
     return lines
 
 
@@ -317,7 +308,7 @@ def _first_draw(verdict: Verdict) -> str:
     for rank, seen in sorted(verdict.observed.items()):
         for draw in seen.draws or ():
             if draw.line is not None:
-                return f"Rank {rank} drew at {_place(draw.line.file, draw.line.number)}{again}"
+                return f"Rank {rank} drew at {place_name(draw.line)}{again}"
     return ""
 
 
@@ -353,8 +344,7 @@ def _in_float64(verdict: Verdict, other: Verdict | None) -> Iterator[str]:
             yield "The model is built in float64, so the step was checked in no other precision."
     if other is not None:
         autocast = "" if verdict.autocast is None else f" with autocast ({_name(verdict.autocast)})"
-        outcome = f"{other.outcome}{_numbers_of(other)}"
-        yield f"In {_precision(other)}{autocast} it was checked as well: {outcome}."
+        yield f"In {_precision(other)}{autocast} it was checked as well: {_outcome(other)}."
 
 
 def _in_lower_precision(verdict: Verdict, other: Verdict) -> str:
@@ -383,11 +373,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _numbers_of(verdict: Verdict) -> str:
-    """``, error 3.1e-07  limit 2.0e-06``; "" if nothing was compared."""
-    if verdict.error is None or verdict.limit is None:
+def error_text(verdict: Verdict, floor: float | None = None) -> str:
+    """``error 3.1e-07  floor 2.4e-07  limit 2.0e-06``; "" if nothing was compared."""
+    numbers = {"error": verdict.error, "floor": floor, "limit": verdict.limit}
+    if verdict.error is None:
         return ""
-    return f", error {text_of(verdict.error, '.1e')}  limit {text_of(verdict.limit, '.1e')}"
+    known = ((name, one) for name, one in numbers.items() if one is not None)
+    return "  ".join(f"{name} {text_of(one, '.1e')}" for name, one in known)
+
+
+def _outcome(verdict: Verdict) -> str:
+    """``different, error 3.1e-01  limit 2.0e-06``."""
+    return ", ".join(filter(None, [verdict.outcome, error_text(verdict)]))
 
 
 def _without_dropout_text(verdict: Verdict) -> str:
@@ -404,7 +401,7 @@ def _without_dropout_text(verdict: Verdict) -> str:
             f"{ON_A_GPU}, so the masks alone make a difference, and nothing is known of other "
             "causes."
         )
-    text = f"Without dropout: {again.outcome}{_numbers_of(again)}"
+    text = f"Without dropout: {_outcome(again)}"
     if again.outcome == "different":
         none = "no known cause fits, so the masks are not the only cause"
         return f"{text}: {' and '.join(again.causes) or none}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +15,11 @@ from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.state import text_of_buffers
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.ranks.collectives import FORGOTTEN
+from ddp_equivalence.report.blocks import place_name
 from ddp_equivalence.report.machine import gpu_texts, tf32_texts
 from ddp_equivalence.report.text import (
     Line,
     Style,
-    counted,
     labelled,
     listed,
     plural,
@@ -83,10 +82,10 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         )
         rounding = [one.name for one in parameters if one.limit.only_rounding and one.norm]
         if rounding:
-            names = ", ".join(rounding[:MOST_NAMES])
+            names = listed(rounding, MOST_NAMES)
             yield f"{names} {plural(len(rounding), 'holds', 'hold')} nothing but rounding"
     if buffers := verdict.differing_buffers:
-        yield f"at the end the ranks hold different buffers: {counted(buffers, MOST_NAMES)}"
+        yield f"at the end the ranks hold different buffers: {listed(buffers, MOST_NAMES)}"
     if beside := verdict.buffers_beside_big_batch:
         more = f" and {len(beside) - MOST_NAMES} more" if len(beside) > MOST_NAMES else ""
         yield (
@@ -113,7 +112,7 @@ def _other_forms(comparison: Comparison) -> Iterator[str]:
     for one in comparison.other_forms:
         alike.setdefault((one.in_big_batch, one.on_ranks, one.ranks), []).append(one.name)
     for (in_big_batch, on_ranks, ranks), names in alike.items():
-        which = counted(names, MOST_NAMES)
+        which = listed(names, MOST_NAMES)
         has, it = plural(len(names), "has", "have"), plural(len(names), "it", "them")
         decay = "an optimizer with weight decay or momentum would"
         if on_ranks is Form.ZEROS:
@@ -259,13 +258,10 @@ def _calls(verdict: Verdict, what: str, kind: Kind, otherwise: str) -> Iterator[
     """
 
     def text(call: Call) -> str:
-        to = (
-            ""
-            if kind is not Kind.CLIP or call.value is None
-            else f" to {text_of(call.value, '.3g')}"
-        )
+        limit = call.value if kind is Kind.CLIP else None
+        to = "" if limit is None else f" to {text_of(limit, '.3g')}"
         line = call.users_line or call.line
-        at = "" if line is None else f" at {Path(line.file).name}:{line.number}"
+        at = "" if line is None else f" at {place_name(line)}"
         return f"{call.what or otherwise}{to}{at}"
 
     def texts_of(calls: list[Call]) -> str:

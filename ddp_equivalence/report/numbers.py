@@ -163,7 +163,7 @@ def _off_by(comparison: Comparison) -> str:
     ]
     text = text.replace(" by ", f" {verb} off by ", 1) + " of the big batch's norm"
     text = listed([text, *others], MOST_GROUPS)
-    return f"{text[:1].upper()}{text[1:]}{'' if len(groups) > MOST_GROUPS else '.'}"
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
@@ -314,8 +314,7 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
         lines.append(Line(f"    ... and {more} more (the worst are shown)"))
     right = [one.name for one in parameters if one.same and one.ranks_agree]
     if right:  # often they tell where the difference comes from
-        in_all = f" ({len(right)} in all)" if len(right) > MOST_RIGHT else ""
-        lines += paragraph(f"right: {listed(right, MOST_RIGHT)}{in_all}", "    ")
+        lines += paragraph(f"right: {listed(right, MOST_RIGHT)}", "    ")
     reasons = Counter(parameter.limit.reason for parameter in differing)
     return [*lines, Line(f"    limit: {'; '.join(reasons)}"), *bits]
 

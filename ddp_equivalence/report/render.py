@@ -34,6 +34,7 @@ from ddp_equivalence.report.blocks import (
 )
 from ddp_equivalence.report.cause import (
     cause_lines,
+    error_text,
     how_sure,
     notes,
     other_causes_lines,
@@ -95,7 +96,7 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     assert verdict.comparison is not None
     yield [Line(f"{verdict.subject} is {_other_side(verdict)}: same", Style.GOOD)]
     nearest, worst = verdict.nearest, verdict.comparison.worst
-    numbers = _error_text(verdict)
+    numbers = error_text(verdict, verdict.floor) or "nothing compared"
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
         numbers += f"  nearest known fault {text_of(nearest.distance, '.1e')}"
@@ -133,21 +134,12 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
             *_notes_lines(verdict),
         ]
         if verdict.comparison is not None and verdict.comparison.parameters:
-            yield [Line(f"  {_error_text(verdict)}")]
+            yield [Line(f"  {error_text(verdict, verdict.floor)}")]
     yield evidence_lines(verdict)
 
 
 def _notes_lines(verdict: Verdict) -> list[Line]:
     return [line for note in notes(verdict) for line in paragraph(note, "  ")]
-
-
-def _error_text(verdict: Verdict) -> str:
-    """``error 3.1e-07  floor 2.4e-07  limit 2.0e-06``."""
-    error, floor, limit = verdict.error, verdict.floor, verdict.limit
-    if error is None or limit is None:
-        return "nothing compared"
-    floor_text = "" if floor is None else f"  floor {text_of(floor, '.1e')}"
-    return f"error {text_of(error, '.1e')}{floor_text}  limit {text_of(limit, '.1e')}"
 
 
 def _output_lines(verdict: Verdict) -> list[Line]:

@@ -95,15 +95,10 @@ def range_of_ranks(ranks: Sequence[int]) -> str:
 
 
 def listed(texts: Iterable[str], most: int) -> str:
-    """The first texts, with dots for all others: ``a, b, ...``."""
-    every = list(texts)
-    return ", ".join(every[:most]) + (", ..." if len(every) > most else "")
-
-
-def counted(texts: Sequence[str], most: int) -> str:
     """The first texts, and the number of all others: ``a, b and 3 more``."""
-    more = len(texts) - most
-    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+    every = list(texts)
+    more = len(every) - most
+    return ", ".join(every[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def ranks_by(values: Iterable[tuple[int, Key | None]]) -> dict[Key, list[int]]:

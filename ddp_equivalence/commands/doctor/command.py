@@ -12,7 +12,7 @@ from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.doctor.machine import State
+    from ddp_equivalence.commands.doctor.examination import State
     from ddp_equivalence.commands.doctor.problems import Problem
 
 
@@ -30,8 +30,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine, print what it can do, and return the exit code."""
     start_early()  # the ranks' server imports torch while this process does
-    from ddp_equivalence.commands.doctor.examination import examine
-    from ddp_equivalence.commands.doctor.machine import State, this_machine
+    from ddp_equivalence.commands.doctor.examination import State, examine, this_machine
     from ddp_equivalence.commands.doctor.problems import problems
     from ddp_equivalence.report.machine import Box, box_lines
 
@@ -66,7 +65,7 @@ def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
 
 def closing_line(states: Sequence[State]) -> str:
     """The result in one sentence, with the exit code."""
-    from ddp_equivalence.commands.doctor.machine import Outcome
+    from ddp_equivalence.commands.doctor.examination import Outcome
     from ddp_equivalence.report.text import plural
 
     counts = Counter(state.outcome for state in states)
@@ -86,7 +85,7 @@ def closing_line(states: Sequence[State]) -> str:
 
 def exit_code(states: Sequence[State]) -> int:
     """1 if an answer was wrong, else 3 if a part that should have answered did not, else 0."""
-    from ddp_equivalence.commands.doctor.machine import Outcome
+    from ddp_equivalence.commands.doctor.examination import Outcome
 
     outcomes = {state.outcome for state in states}
     if Outcome.WRONG in outcomes:

@@ -1,30 +1,117 @@
-"""Asks every part of the machine its question, and says each answer as soon as it is there."""
+"""The facts about this machine, and a question with a known answer for every part of it.
+
+Each answer is said as soon as it is there.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import combinations
+from math import inf
+from pathlib import Path
+
+import torch
 
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.commands.doctor import on_rank
-from ddp_equivalence.commands.doctor.machine import (
-    Machine,
-    Outcome,
-    State,
-    all_together,
-    gpu_states,
-    pair_states,
-)
-from ddp_equivalence.commands.doctor.on_rank import ask_ranks
+from ddp_equivalence.commands.doctor.on_rank import NCCL, ONE_GPU, GpuAnswer, ask_ranks
 from ddp_equivalence.ranks import probe
 from ddp_equivalence.ranks.backend_names import LANES, NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpus import visible_gpus
+from ddp_equivalence.ranks.gpus import Gpus, Link, gpus, plain_uuid, visible_gpus
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing, shared_lane
 from ddp_equivalence.ranks.nccl import nodes_counted
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from ddp_equivalence.report.text import plural
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``gpus``: what NVML says. ``torch_cuda`` and ``torch_hip``: what this torch is built for.
+
+    ``devices``: the CUDA devices that ranks may use. ``variable``: the environment variable that
+    can name them. ``visible``: its value, None if it is not set. ``shared_memory``: the size of
+    /dev/shm in bytes, None if there is none. ``device_files``: those of GPUs in /dev, such as
+    "nvidia0"; AMD's is "kfd".
+    """
+
+    gpus: Gpus
+    torch_version: str
+    torch_cuda: str | None
+    torch_hip: str | None
+    devices: Sequence[str]
+    variable: str
+    visible: str | None
+    shared_memory: int | None
+    device_files: Sequence[str]
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    variable = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
+    shared_memory = None
+    with suppress(OSError):
+        shared_memory = shutil.disk_usage("/dev/shm").total
+    files = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]
+    return Machine(
+        gpus=gpus(),
+        torch_version=str(torch.__version__),
+        torch_cuda=torch.version.cuda,
+        torch_hip=torch.version.hip,
+        devices=cuda_devices(),
+        variable=variable,
+        visible=os.environ.get(variable),
+        shared_memory=shared_memory,
+        device_files=sorted(file.name for file in files),
+    )
+
+
+# What the doctor found out about one part of the machine.
+
+
+class Outcome(StrEnum):
+    """The word that is printed for it."""
+
+    WORKS = "works"
+    WRONG = "WRONG"
+    FAILED = "FAILED"
+    NOT_RUN = "NOT RUN"
+
+
+@dataclass(frozen=True)
+class State:
+    """One line of the doctor's table.
+
+    ``outcome``: WORKS if all answers were right, WRONG if one was not, FAILED if there was none,
+    NOT_RUN if the machine lacks what the question needs. ``text``: the answers in short, or the
+    reason. ``error``: the whole error that ranks raised. Of a GPU: ``device``, as
+    CUDA_VISIBLE_DEVICES would name it, and its ``answer``. ``without_p2p``: how a pair of GPUs that
+    is not right fared with NCCL_P2P_DISABLE=1.
+    """
+
+    name: str
+    outcome: Outcome
+    text: str
+    error: str = ""
+    device: str = ""
+    answer: GpuAnswer | None = None
+    without_p2p: Outcome | None = None
+
+    def __str__(self) -> str:
+        return f"  {self.name:<22}{self.outcome:<9}{self.text}"
+
+
+def state_of(name: str, error: str, wrong: str, right: str) -> State:
+    """The state of a part whose ranks raised ``error``, or said what was ``wrong``, or neither."""
+    outcome = Outcome.FAILED if error else Outcome.WRONG if wrong else Outcome.WORKS
+    text = error or wrong
+    return State(name, outcome, text.partition("\n")[0] or right, text)
 
 
 def examine(machine: Machine) -> Iterator[str | State]:
@@ -67,6 +154,99 @@ def _together(machine: Machine, gpus: Sequence[State]) -> Iterator[State]:
     if len(working) > 2:  # the sum over two GPUs is that of their pair
         yield all_together(gpus)
     yield node_state()
+
+
+# The state of every GPU, of every pair of GPUs, and of all of them together.
+
+ALONE_SECONDS = 120.0
+"""For the first context of a GPU. The first rank of all also waits for torch's import."""
+
+TOGETHER_SECONDS = 60.0
+"""For several GPUs at once to start and connect, and again for their sums."""
+
+PAIR_SECONDS = 30.0
+"""The time for a pair. GPUs that cannot reach each other's memory often hang instead of failing."""
+
+ALL_PAIRS_SECONDS = 300.0
+"""After that no further pair is tried."""
+
+WITHOUT_P2P = (("NCCL_P2P_DISABLE", "1"),)
+
+
+def gpu_states(devices: Sequence[str]) -> Iterator[State]:
+    """On each GPU in turn, start a context and multiply two matrices."""
+    for number, device in enumerate(devices):
+        began = time.monotonic()
+        answers = ask_ranks(ONE_GPU, [device], on_rank.product, seconds=ALONE_SECONDS)
+        seconds = time.monotonic() - began
+        answer: GpuAnswer | None = answers.by_rank[0] if answers.by_rank else None
+        gpu, wrong = ("", "") if answer is None else (answer.name, answer.error)
+        right = f"{gpu}: a product is right, started in {seconds:.1f} s"
+        state = state_of(f"cuda:{number}", answers.error, wrong, right)
+        yield replace(state, device=device, answer=answer)
+
+
+def pair_states(
+    found: Sequence[State], gpus: Gpus, clock: Callable[[], float] = time.monotonic
+) -> Iterator[State]:
+    """Sum over each pair of the GPUs that work alone; the last state names pairs left out."""
+    pairs = list(
+        combinations([n for n, one in enumerate(found) if one.outcome is Outcome.WORKS], 2)
+    )
+    until = clock() + ALL_PAIRS_SECONDS
+    for tried, (first, second) in enumerate(pairs):
+        if clock() >= until:
+            names = ", ".join(f"{one}-{other}" for one, other in pairs[tried:])
+            reason = f"the time limit of {ALL_PAIRS_SECONDS:g} s for all pairs was over"
+            yield State("others", Outcome.NOT_RUN, f"{names}: {reason}")
+            break
+        yield _pair(f"{first}-{second}", [found[first], found[second]], gpus)
+
+
+def all_together(found: Sequence[State]) -> State:
+    """One sum over all the GPUs that work alone."""
+    working = [one for one in found if one.outcome is Outcome.WORKS]
+    return _sum(f"all {len(working)}", working, TOGETHER_SECONDS)
+
+
+def _pair(name: str, found: Sequence[State], gpus: Gpus) -> State:
+    state = _sum(name, found, PAIR_SECONDS)
+    if state.outcome is Outcome.WORKS:
+        link = _link(found, gpus)
+        return replace(state, text=f"{state.text}; {_link_text(link)}") if link else state
+    again = _sum(name, found, PAIR_SECONDS, WITHOUT_P2P)
+    text = f"{state.text}; with NCCL_P2P_DISABLE=1: {again.text}"
+    return replace(state, text=text, without_p2p=again.outcome)
+
+
+def _sum(
+    name: str, found: Sequence[State], seconds: float, extra: tuple[tuple[str, str], ...] = ()
+) -> State:
+    """Let these GPUs sum a tensor by NCCL."""
+    devices = [one.device for one in found]
+    answers = ask_ranks(NCCL, devices, on_rank.all_reduce, seconds=seconds, extra_environment=extra)
+    wrong = next((answer.wrong for answer in answers.by_rank if answer.wrong), "")
+    # Every rank sends, and receives, this many times the size: NVIDIA's "bus bandwidth".
+    ranks = len(devices)
+    sent = 2 * (ranks - 1) / ranks * on_rank.SIZE
+    taken = max((answer.seconds for answer in answers.by_rank), default=inf)
+    right = f"the sum is right, {sent / taken / 1e9:.2f} GB/s"
+    return state_of(name, answers.error, wrong, right)
+
+
+def _link(found: Sequence[State], gpus: Gpus) -> Link | None:
+    """The link between two GPUs by NVML, which are recognised by their UUIDs."""
+    indices = {plain_uuid(gpu.uuid): gpu.index for gpu in gpus.gpus if gpu.uuid}
+    uuids = [plain_uuid(one.answer.uuid) for one in found if one.answer is not None]
+    known = [indices[uuid] for uuid in uuids if uuid in indices]
+    return gpus.link(known[0], known[1]) if len(known) == 2 else None
+
+
+def _link_text(link: Link) -> str:
+    way = "NVLink" if link.nvlink else f"PCI Express ({link.path or 'path unknown'})"
+    if link.p2p is None:
+        return f"{way}, P2P unknown"
+    return f"P2P over {way}" if link.p2p == "ok" else f"{way}, no P2P: {link.p2p}"
 
 
 # The state of every lane on this machine: it works, it gives wrong answers, or it cannot run.
@@ -122,15 +302,14 @@ def _probe(name: str, count: int) -> State:
             seconds_to_start = time.monotonic() - began
             results = probe.probe_ranks(ranks, DEADLINE)
     except RankFailed as error:
-        return State(name, Outcome.FAILED, str(error).splitlines()[0], str(error))
-    wrong = [f"{result.collective} ({result.detail})" for result in results if result.wrong]
-    if wrong:
-        return State(name, Outcome.WRONG, f"wrong answers: {', '.join(wrong)}")
+        return state_of(name, str(error), "", "")
+    wrong = ", ".join(f"{one.collective} ({one.detail})" for one in results if one.wrong)
     right = sum(result.correct for result in results)
-    ranks_text = "1 rank" if count == 1 else f"{count} ranks"
-    text = f"{right} answers right, {ranks_text} started in {seconds_to_start:.1f} s"
+    text = f"{right} answers right, {count} {plural(count, 'rank')} started in "
+    text += f"{seconds_to_start:.1f} s"
     refused = probe.summarise_refusals(results)
-    return State(name, Outcome.WORKS, f"{text}; refuses {refused}" if refused else text)
+    text += f"; refuses {refused}" if refused else ""
+    return state_of(name, "", wrong and f"wrong answers: {wrong}", text)
 
 
 def _data_parallel(name: str) -> State:
@@ -138,33 +317,26 @@ def _data_parallel(name: str) -> State:
     lane, devices = Lane(name, "gloo", "cuda"), cuda_devices()
     replicas = max(2, len(devices))
     answers = ask_ranks(lane, devices, on_rank.data_parallel_step, replicas, seconds=DEADLINE)
-    if not answers.by_rank:
-        text = answers.error.splitlines()[0]
-        return State(name, Outcome.FAILED, text, answers.error)
-    (wrong,) = answers.by_rank
-    if wrong:
-        return State(name, Outcome.WRONG, wrong)
     where = f"over {len(devices)} GPUs"
     if len(devices) == 1:
         where = f"with {replicas} replicas on one GPU"
-    return State(name, Outcome.WORKS, f"the gradient of one step {where} is that of the big batch")
+    right = f"the gradient of one step {where} is that of the big batch"
+    return state_of(name, answers.error, "".join(answers.by_rank), right)
 
 
 # Does NCCL take simulated nodes for hosts, as checks on layouts such as 2x2 rely on?
-
-NAME = "nodes"
 
 
 def node_state() -> State:
     """Let NCCL count the nodes of two ranks on two simulated nodes."""
     if "NCCL_HOSTID" in os.environ:
-        return State(NAME, Outcome.NOT_RUN, "NCCL_HOSTID is set, so that NCCL sees one host")
+        return State("nodes", Outcome.NOT_RUN, "NCCL_HOSTID is set, so that NCCL sees one host")
     layout = parse("2x1")
     try:
         counted = nodes_counted(layout)
     except RankFailed as error:
-        return State(NAME, Outcome.FAILED, str(error).splitlines()[0], str(error))
+        return state_of("nodes", str(error), "", "")
     if counted is None:
-        return State(NAME, Outcome.NOT_RUN, "NCCL's log does not say how many nodes it counts")
+        return State("nodes", Outcome.NOT_RUN, "NCCL's log does not say how many nodes it counts")
     text = f"NCCL counts {counted} of {layout.nodes} simulated nodes"
-    return State(NAME, Outcome.WORKS if counted == layout.nodes else Outcome.WRONG, text)
+    return state_of("nodes", "", "" if counted == layout.nodes else text, text)

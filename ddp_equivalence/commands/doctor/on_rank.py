@@ -27,7 +27,9 @@ from ddp_equivalence.ranks.server import start_method
 # Each function yields one answer. All numbers are small integers, so the right answers are exact.
 
 ELEMENTS = 2**22
-"""So many elements of float32 (16 MiB) are reduced over all ranks: enough to keep a link busy."""
+SIZE = 4 * ELEMENTS
+"""So many elements of float32, and so many bytes (16 MiB), are reduced over all ranks: enough to
+keep a link busy."""
 
 REPETITIONS = 5
 """The time of one all_reduce is taken over so many."""
@@ -57,10 +59,9 @@ class GpuAnswer:
 
 @dataclass(frozen=True)
 class AllReduceAnswer:
-    """``seconds``: the time of one sum of ``size`` bytes. ``wrong``: "" or what was wrong."""
+    """``seconds``: the time of one sum of SIZE bytes. ``wrong``: "" or what was wrong."""
 
     seconds: float
-    size: int
     wrong: str
 
 
@@ -103,7 +104,7 @@ def all_reduce(rank: Rank, argument: object) -> Iterator[AllReduceAnswer]:
     seconds = (time.perf_counter() - began) / REPETITIONS
     new_collectives()  # read these collectives now, as every work does
     text = f"{wrong} of {ELEMENTS} elements of the sum are wrong on rank {rank}" if wrong else ""
-    yield AllReduceAnswer(seconds, values.element_size() * ELEMENTS, text)
+    yield AllReduceAnswer(seconds, text)
 
 
 def data_parallel_step(rank: Rank, replicas: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
+from ddp_equivalence.commands.doctor.examination import Machine, Outcome, State
 from ddp_equivalence.ranks.gpus import Gpu, NvmlState, visible_gpus
 from ddp_equivalence.report.machine import GIB
 from ddp_equivalence.report.text import plural

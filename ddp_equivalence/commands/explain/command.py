@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
+from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, SAME
 from ddp_equivalence.commands.explain.explanation import explain, explanation_text
 from ddp_equivalence.commands.explain.setup import (
     CHOICES,
@@ -23,8 +23,6 @@ from ddp_equivalence.report.text import width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-
-CODE_OF_VERIFICATION = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}
 
 OPTIONS = {
     "batch": "the examples that one process takes for one micro-batch: with DDP the batch of one "
@@ -126,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         verification = verify(explanation)
         print(f"\n{verification}", end="")
-    return CODE_OF_VERIFICATION[verification.outcome]
+    return EXIT_CODE_OF_OUTCOME[verification.outcome]
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import sqrt
 
-from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.explain.setup import SAYS, Epoch, Setup
+from ddp_equivalence.commands.explain.setup import SAYS, Setup
 from ddp_equivalence.report.text import plural, wrapped
 
 
@@ -94,21 +93,20 @@ def counts_of(setup: Setup, loss: LocalLoss) -> Fraction:
     return loss.of_all / divisor
 
 
-def shares_of(setup: Setup, micro_batches: list[tuple[int, int]]) -> list[tuple[int, Fraction]]:
-    """For the losses of one step of a process: their examples, and how often each of them counts.
+def losses_of(setup: Setup, micro_batches: list[tuple[int, int]]) -> list[LocalLoss]:
+    """The losses of one step of a process, with their examples as ``terms``.
 
     ``micro_batches``: how many, and of how many examples. A mean over tokens is treated as if every
     example had equally many.
     """
     examples = sum(many * batch for many, batch in micro_batches)
     number = sum(many for many, _ in micro_batches)
-    found = []
-    for many, batch in micro_batches:
-        sizes = setup.loss_sizes(batch) if many else []
-        for size in sizes:
-            loss = LocalLoss(size, examples, examples * setup.processes, len(sizes), number)
-            found.append((size, counts_of(setup, loss)))
-    return found
+    sizes = [setup.loss_sizes(batch) for many, batch in micro_batches if many]
+    return [
+        LocalLoss(size, examples, examples * setup.processes, len(of_batch), number)
+        for of_batch in sizes
+        for size in of_batch
+    ]
 
 
 # The learning rates that follow from one that worked, and what each of them keeps.
@@ -206,24 +204,20 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
 class Explanation:
     """The results for a setup. All numbers are exact except square roots.
 
-    Let g be the gradient of the mean loss over the ``effective_batch`` examples of one step.
-    ``divisors``: what divides the sum over these examples, as a phrase and a number; None if it is
-    not the same everywhere. ``factor``: every rank holds factor x g. If ``is_multiple`` is False,
-    the examples (or tokens) count unequally, and they count ``factor`` times on average.
+    Let g be the gradient of the mean loss over the examples of one step. ``factor``: every rank
+    holds factor x g. If ``is_multiple`` is False, the examples (or tokens) count unequally, and
+    they count ``factor`` times on average.
     ``shares``: for each loss of one micro-batch its examples, and how often each of them counts.
     ``mended``: the setup after the change that the text advises, explained; None if no change is
     needed. ``learning_rates``: those with that change; None if none is known to be good.
     """
 
     setup: Setup
-    effective_batch: int
-    divisors: tuple[tuple[str, Fraction | None], ...]
     factor: Fraction
     is_multiple: bool
     shares: tuple[tuple[int, Fraction], ...]
     mended: Explanation | None
     learning_rates: LearningRates | None
-    epoch: Epoch | None
 
     @property
     def relative(self) -> Fraction:
@@ -237,47 +231,35 @@ class Explanation:
 
 
 def explain(setup: Setup) -> Explanation:
-    """Work out what the setup computes.
-
-    Raises BadCase for anything but a Setup. One that cannot be right is refused when it is made.
-    """
-    if not isinstance(setup, Setup):
-        raise BadCase("setup", setup, "a Setup, such as Setup(batch=4)")
-    shares = shares_of(setup, [(setup.accumulation, setup.batch)])
+    """Work out what the setup computes."""
+    losses = losses_of(setup, [(setup.accumulation, setup.batch)])
+    shares = [(one.terms, counts_of(setup, one)) for one in losses]
     counts = {count for _, count in shares}
-    losses = len(shares) * setup.accumulation
-    means = {"micro-batch": losses * setup.processes, "step": setup.processes, "all-ranks": 1}
+    all_losses = len(losses) * setup.accumulation * setup.processes
+    means = {"micro-batch": all_losses, "step": setup.processes, "all-ranks": 1}
     counted_apart = setup.loss == "token-mean" and means[setup.tokens_over] > 1
     is_multiple = len(counts) == 1 and not counted_apart
     factor = sum((size * count for size, count in shares), Fraction(0)) / setup.batch
     mended = None if is_multiple else explain(mended_setup(setup))
     return Explanation(
         setup=setup,
-        effective_batch=setup.effective_batch,
-        divisors=tuple(_divisors(setup)),
         factor=factor,
         is_multiple=is_multiple,
         shares=tuple(shares),
         mended=mended,
         learning_rates=learning_rates_of(setup, mended.factor if mended else factor),
-        epoch=setup.epoch,
     )
 
 
-def _divisors(setup: Setup) -> Iterator[tuple[str, Fraction | None]]:
-    sizes, of_process = setup.loss_sizes(setup.batch), setup.batch * setup.accumulation
-    losses = [
-        LocalLoss(size, of_process, setup.effective_batch, len(sizes), setup.accumulation)
-        for size in sizes
-    ]
-    for number, rule in enumerate(RULES):
+def _divisions(setup: Setup) -> Iterator[str]:
+    """A phrase for every division of the sum over the examples of one step."""
+    losses = losses_of(setup, [(setup.accumulation, setup.batch)])
+    for rule in RULES:
         if rule.applies(setup):
             found = sorted({Fraction(rule.divisor(setup, loss)) for loss in losses})
             by = " or ".join(map(times, found))
             says = "does not divide" if found == [1] else f"divides by {by}"
-            tokens = number == 0 and setup.loss == "token-mean"
-            known = len(found) == 1 and not tokens
-            yield rule.says(setup).format(by=says), found[0] if known else None
+            yield rule.says(setup).format(by=says)
 
 
 def mended_setup(setup: Setup) -> Setup:
@@ -305,16 +287,16 @@ def last_step_counts(explanation: Explanation, divisor: int = 0) -> set[Fraction
 
     ``divisor``: by what accumulation divides in that step; 0 for what the setup does by itself.
     """
-    epoch, final = explanation.epoch, explanation.mended or explanation
+    epoch, final = explanation.setup.epoch, explanation.mended or explanation
     if epoch is None:
         return {Fraction(1)}
     setup, known, last = final.setup, explanation.setup.known_good, epoch.last_step
     full = (epoch.rest or setup.accumulation) - 1
     sums = setup.loss == "sum" if known is None else known.loss == "sum"
-    right = final.factor * (Fraction(last, final.effective_batch) if sums else 1)
-    shares = shares_of(setup, [(full, setup.batch), (1, epoch.last_batch)])
+    right = final.factor * (Fraction(last, setup.effective_batch) if sums else 1)
+    losses = losses_of(setup, [(full, setup.batch), (1, epoch.last_batch)])
     undone = Fraction(setup.accumulation, divisor) if divisor else 1
-    return {count * undone / right for _, count in shares}
+    return {counts_of(setup, one) * undone / right for one in losses}
 
 
 # Numbers as people read and paste them, and the explanation in words.
@@ -388,10 +370,10 @@ def _batch_and_gradient(explanation: Explanation) -> str:
         factors.append(f"{setup.processes} {'ranks' if setup.replicas == 1 else 'processes'}")
     if setup.accumulation > 1:
         factors.append(f"{setup.accumulation} micro-batches")
-    batch = f"Effective batch {explanation.effective_batch}"
+    batch = f"Effective batch {setup.effective_batch}"
     batch += f" = {' x '.join(factors)}" if len(factors) > 1 else ""
     if known is not None:
-        same = known.batch == explanation.effective_batch
+        same = known.batch == setup.effective_batch
         batch += ", the known one" if same else f"; known: {known.batch}"
     if not explanation.is_multiple:
         if setup.loss == "token-mean":
@@ -404,7 +386,7 @@ def _batch_and_gradient(explanation: Explanation) -> str:
     factor, is_sum = explanation.factor, "sum" in (setup.loss, known and known.loss)
     gradient = of_big_batch(factor)
     if is_sum:
-        total = known.batch if known and known.loss == "sum" else explanation.effective_batch
+        total = known.batch if known and known.loss == "sum" else setup.effective_batch
         of_sum = factor / total
         gradient += f" with a mean loss, {'that' if of_sum == 1 else as_many(of_sum) + ' that'}"
         gradient += f" of a summed loss over {total}"
@@ -455,7 +437,7 @@ def _learning_rate(explanation: Explanation) -> Iterator[str]:
     elif rates.scaling == 1:
         yield (
             f"{change}he learning rate is {number(rates.same_step)}: every update of "
-            f"{explanation.effective_batch} examples is then the same as on one device{beside}."
+            f"{setup.effective_batch} examples is then the same as on one device{beside}."
         )
         keep = number(rates.same_step / by)
     else:
@@ -501,13 +483,14 @@ def _to_start_with(explanation: Explanation, rates: LearningRates) -> str:
 
 def _epoch(explanation: Explanation) -> Iterator[str]:
     """The steps of an epoch, and where they are not those of one device."""
-    setup, epoch = explanation.setup, explanation.epoch
+    setup = explanation.setup
+    epoch = setup.epoch
     if epoch is None:
         return
     steps = f"An epoch has {epoch.steps} {plural(epoch.steps, 'step')}"
     if epoch.rest:
         steps += " with the shorter last one" + ("" if setup.like else ", if the loop takes it")
-    if epoch.steps == 1 and epoch.last_step < explanation.effective_batch:
+    if epoch.steps == 1 and epoch.last_step < setup.effective_batch:
         steps += f"; the largest is of {epoch.last_step} examples"
     if epoch.repeated:
         examples = plural(epoch.repeated, "example")
@@ -528,9 +511,9 @@ def _how_it_follows(explanation: Explanation) -> Iterator[str]:
     """Every division from the loss to the gradient, and what each learning rate keeps."""
     setup, rates = explanation.setup, explanation.learning_rates
     tokens = "all tokens of " if setup.loss == "token-mean" else ""
-    batch = explanation.effective_batch
+    batch = setup.effective_batch
     yield f"g is the gradient of the mean loss over {tokens}{batch} examples on one device."
-    says = "; ".join(phrase for phrase, _ in explanation.divisors)
+    says = "; ".join(_divisions(setup))
     yield f"{says[0].upper()}{says[1:]}."
     who = "every rank holds" if setup.processes > 1 else "the gradient is"
     on_average = "" if explanation.is_multiple else ", on average"

@@ -123,12 +123,12 @@ def _gradients(predicted: Explanation) -> Iterator[tuple[str, Verdict]]:
     """Check the gradient, and that of the setup with the advised change."""
     mended = predicted.mended
     what = f"gradient, {'no multiple of g, ' if mended else ''}{times(predicted.factor)} g"
-    counts = [predicted.factor] * predicted.effective_batch
+    counts = [predicted.factor] * predicted.setup.effective_batch
     if mended is not None:
         what, counts = f"{what} on average", shares_by_example(predicted)
     yield what, check(case_of(predicted.setup, counts), partial(gradient_step, predicted.setup))
     if mended is not None:
-        case = case_of(predicted.setup, [mended.factor] * predicted.effective_batch)
+        case = case_of(predicted.setup, [mended.factor] * predicted.setup.effective_batch)
         what = f"gradient with that change, {times(mended.factor)} g"
         yield what, check(case, partial(gradient_step, mended.setup))
 

@@ -72,7 +72,6 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_import
         ("explore --right 0", "--right 0 should be"),
         ("explore --wrong -1", "--wrong -1 should be an integer from 0"),
         ("explore --json /proc/x.json", "--json /proc/x.json should be a file"),
-        ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
         ("faults --list nosuch", "'nosuch': one of accumulation_boundary"),
         ("faults --sensitivity sum_not_mean", "sum_not_mean should be left out with --sensitivity"),
         ("faults --sensitivity --layout 1x2", "--layout 1x2 should be left out with --sensitivity"),

@@ -8,8 +8,8 @@ import pytest
 
 from ddp_equivalence.commands.doctor import examination
 from ddp_equivalence.commands.doctor.command import closing_line, exit_code
-from ddp_equivalence.commands.doctor.examination import examine
-from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
+from ddp_equivalence.commands.doctor.examination import Machine, Outcome, State, examine
+from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpus import NvmlState
 from tests.package.commands.doctor.boxes import box, found, gpu
 
@@ -106,3 +106,32 @@ def test_the_last_line_is_the_result(outcomes: list[Outcome], says: str) -> None
     states = [State("part", outcome, "") for outcome in outcomes]
     assert says in closing_line(states)
     assert f"(exit code {exit_code(states)})" in closing_line(states)
+
+
+# The nodes that NCCL counts of two ranks on two simulated nodes. The count is given.
+
+
+@pytest.mark.parametrize(
+    ("counted", "outcome"),
+    [
+        *((2, Outcome.WORKS), (1, Outcome.WRONG), (None, Outcome.NOT_RUN)),
+        (RankFailed("NCCL error\nmore"), Outcome.FAILED),
+    ],
+)
+def test_two_nodes_must_be_counted(
+    counted: int | RankFailed | None, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(layout: object) -> int | None:
+        if isinstance(counted, RankFailed):
+            raise counted
+        return counted
+
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(examination, "nodes_counted", count)
+    state = examination.node_state()
+    assert state.outcome is outcome
+    assert state.text == "NCCL error" or outcome is not Outcome.FAILED
+    monkeypatch.setenv("NCCL_HOSTID", "one")
+    state = examination.node_state()
+    assert state.outcome is Outcome.NOT_RUN
+    assert "NCCL_HOSTID is set" in state.text

@@ -9,22 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_equivalence.commands.doctor import machine, on_rank
-from ddp_equivalence.commands.doctor.machine import Outcome
+from ddp_equivalence.commands.doctor import examination, on_rank
+from ddp_equivalence.commands.doctor.examination import Outcome
 from ddp_equivalence.commands.doctor.on_rank import AllReduceAnswer, Answers, GpuAnswer, ask_ranks
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.ranks.gpus import Gpus, Link
 from ddp_equivalence.ranks.lanes import Lane
 from tests.package.commands.doctor.boxes import found, gpu
 
-SIZE = 10**9
 HANGS = Answers(error="ranks 0 and 1 did not come back\nNCCL INFO ...")
 
 Play = Callable[[tuple[str, ...], bool], Answers]
 
 
 def sums(*wrong: str) -> Answers:
-    return Answers(tuple(AllReduceAnswer(0.5, SIZE, text) for text in wrong or ("", "")))
+    return Answers(tuple(AllReduceAnswer(0.5, text) for text in wrong or ("", "")))
 
 
 @pytest.fixture
@@ -42,7 +41,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], list[tuple[tuple
             asked.append((tuple(devices), without_p2p))
             return play(tuple(devices), without_p2p)
 
-        monkeypatch.setattr(machine, "ask_ranks", answer)
+        monkeypatch.setattr(examination, "ask_ranks", answer)
+        monkeypatch.setattr(on_rank, "SIZE", 10**9)
         return asked
 
     return install
@@ -55,7 +55,7 @@ def test_every_gpu_is_asked_and_says_what_was_wrong(played: Any) -> None:
         "2": Answers(error="rank 0: CUDA error: busy\nmore"),
     }
     asked = played(lambda devices, _: answers[devices[0]])
-    states = list(machine.gpu_states(tuple(answers)))
+    states = list(examination.gpu_states(tuple(answers)))
     assert asked == [(("0",), False), (("GPU-7",), False), (("2",), False)]
     outcomes = [one.outcome for one in states]
     assert outcomes == [Outcome.WORKS, Outcome.WRONG, Outcome.FAILED]
@@ -68,7 +68,7 @@ def test_every_gpu_is_asked_and_says_what_was_wrong(played: Any) -> None:
 def test_every_pair_of_working_gpus_is_tried(played: Any) -> None:
     asked = played(lambda *_: sums())
     gpus = [found(0), found(1, Outcome.FAILED), found(2), found(3)]
-    states = list(machine.pair_states(gpus, Gpus()))
+    states = list(examination.pair_states(gpus, Gpus()))
     assert [devices for devices, _ in asked] == [("0", "2"), ("0", "3"), ("2", "3")]
     assert [state.name for state in states] == ["0-2", "0-3", "2-3"]
     # Of two ranks each sends the tensor once: 1 GB in 0.5 s.
@@ -86,7 +86,7 @@ def test_a_pair_says_what_nvml_knows_of_its_link(played: Any) -> None:
             Link(1, 2, p2p="the chipset does not support it", nvlink=False, path="SYS"),
         ),
     )
-    states = machine.pair_states([found(0), found(1), found(2)], gpus)
+    states = examination.pair_states([found(0), found(1), found(2)], gpus)
     texts = {pair.name: pair.text.partition("; ")[2] for pair in states}
     assert texts == {
         "0-1": "P2P over NVLink",
@@ -97,7 +97,7 @@ def test_a_pair_says_what_nvml_knows_of_its_link(played: Any) -> None:
 
 def test_a_pair_that_hangs_is_tried_without_p2p(played: Any) -> None:
     asked = played(lambda _, without_p2p: sums() if without_p2p else HANGS)
-    (pair,) = machine.pair_states([found(0), found(1)], Gpus())
+    (pair,) = examination.pair_states([found(0), found(1)], Gpus())
     assert asked == [(("0", "1"), False), (("0", "1"), True)]
     assert pair.outcome is Outcome.FAILED
     assert pair.without_p2p is Outcome.WORKS
@@ -108,7 +108,7 @@ def test_a_pair_that_hangs_is_tried_without_p2p(played: Any) -> None:
 
 def test_a_wrong_sum_on_one_rank_is_wrong(played: Any) -> None:
     played(lambda *_: sums("", "3 elements are wrong on rank 1"))
-    (pair,) = machine.pair_states([found(0), found(1)], Gpus())
+    (pair,) = examination.pair_states([found(0), found(1)], Gpus())
     assert (pair.outcome, pair.without_p2p) == (Outcome.WRONG, Outcome.WRONG)
     assert pair.text.startswith("3 elements are wrong on rank 1; with")
 
@@ -117,7 +117,7 @@ def test_pairs_end_at_the_time_limit_and_the_rest_is_named(played: Any) -> None:
     played(lambda *_: sums())
     times: Iterator[float] = iter([0.0, 0.0, 299.0, 300.0])
     gpus = [found(number) for number in range(4)]
-    pairs = list(machine.pair_states(gpus, Gpus(), clock=lambda: next(times)))
+    pairs = list(examination.pair_states(gpus, Gpus(), clock=lambda: next(times)))
     assert [pair.name for pair in pairs] == ["0-1", "0-2", "others"]
     assert pairs[-1].outcome is Outcome.NOT_RUN
     assert pairs[-1].text == ("0-3, 1-2, 1-3, 2-3: the time limit of 300 s for all pairs was over")
@@ -126,7 +126,7 @@ def test_pairs_end_at_the_time_limit_and_the_rest_is_named(played: Any) -> None:
 def test_all_gpus_that_work_sum_together(played: Any) -> None:
     asked = played(lambda *_: sums("", "", ""))
     gpus = [found(0), found(1, Outcome.FAILED), found(2), found(3)]
-    state = machine.all_together(gpus)
+    state = examination.all_together(gpus)
     assert asked == [(("0", "2", "3"), False)]
     # Of 3 ranks each sends 4/3 of the tensor.
     assert (state.name, state.text) == ("all 3", "the sum is right, 2.67 GB/s")

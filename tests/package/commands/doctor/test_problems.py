@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.doctor.command import problem_lines
-from ddp_equivalence.commands.doctor.machine import Machine, Outcome, State
+from ddp_equivalence.commands.doctor.examination import Machine, Outcome, State
 from ddp_equivalence.commands.doctor.problems import Problem, problems
 from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu

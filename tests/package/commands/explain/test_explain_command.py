@@ -40,14 +40,44 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
     ("line", "says"),
     [
         ("--batch 0", "--batch 0 should be a whole number from 1"),
+        ("--batch 1000000000000000", "--batch 1000000000000000 should be a whole number from 1"),
+        ("--batch 4 --gpus-per-node 1000000", "--ranks-per-node 1000000 should be a whole number"),
         ("--batch 4 --known-loss sum", "--known-loss sum should be left out, unless --known-good"),
         ("--batch 100 --known-good 1@1e31", "--known-good 1@1e31 should be a learning rate"),
-        ("--batch 4 --known-good 0.1@256", "--known-good 0.1@256 should be BATCH@LR, the batch"),
+        *(
+            (f"--batch 4 --known-good {text}", f"--known-good {text} should be BATCH@LR, the batch")
+            for text in ("16@", "@0.01", "16@-1", "16@nan", "0.1@256", "16@1e999999999")
+        ),
+        ("--batch 4 --known-good 0@0.01", "--known-good 0@0.01 should be a whole number from 1"),
+        (
+            "--batch 4 --loss token-mean --known-good 64@0.1 --known-loss sum",
+            "--known-loss sum should be mean: a loss summed over tokens grows with their number",
+        ),
         ("--batch 4 --betas 0.9", "--betas 0.9 should be two numbers below 1"),
+        ("--batch 4 --betas 0.9,0.95", "--betas 0.9,0.95 should be left out, unless the optimizer"),
+        ("--batch 4 --tokens-over step", "--tokens-over step should be left out, unless the loss"),
         ("--batch 4 --loss-times two", "--loss-times two should be numbers above 0 and world-size"),
+        ("--batch 4 --loss-times 0", "--loss-times 0 should be numbers above 0 and world-size"),
         ("--batch 4 --like nanogpt --examples 9", "--examples 9 should be left out with --like"),
+        ("--batch 4 --like nanogpt --sampler distributed", "--sampler distributed should be left"),
+        (
+            "--batch 4 --like nanogpt --accumulation 12 --ranks-per-node 8",
+            "--accumulation 12 should be a multiple of the 8 ranks",
+        ),
+        ("--batch 4 --like accelerate --parallelism ddp", "--parallelism ddp should be left out"),
+        *(
+            (
+                f"--batch 4 --like {trainer} --accumulation-divided",
+                f"--accumulation-divided should be left out with --like {trainer}, which divides",
+            )
+            for trainer in ("lightning", "accelerate", "hf-trainer")
+        ),
         ("--batch 4 --accumulation-not-divided", "--accumulation-not-divided should be left out"),
         ("--batch 4 --accumulation 2", "--accumulation-divided is missing: say whether"),
+        (
+            "--batch 4 --parallelism none --ranks-per-node 2",
+            "--ranks-per-node 2 should be 1",
+        ),
         (
             "--batch 4 --parallelism data-parallel --nodes 2",
             "--nodes 2 should be 1: data-parallel is one process",
