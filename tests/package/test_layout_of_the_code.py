@@ -21,7 +21,7 @@ BUDGETS = {
     "checking": 680,
     "commands": 6_350,
     "comparison": 1_770,
-    "diagnosis": 18_960,
+    "diagnosis": 19_030,
     "faults": 2_140,
     "gate": 1_960,
     "measurement": 7_890,

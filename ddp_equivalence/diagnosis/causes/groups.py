@@ -20,6 +20,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows
 from ddp_equivalence.diagnosis.lines.of_reduction import (
+    lines_of_groups,
     lines_of_left_out,
     lines_of_small_groups,
     ranks_without_gradient,
@@ -92,8 +93,6 @@ def _seen_in_groups(view: View) -> Indication | None:
 def _lines_of_groups(view: View) -> Sequence[PointedLine]:
     """Where the groups are made, and where gradients are reduced in them."""
     calls = view.observed.calls
-    used = {tuple(sorted(group)) for place in calls.reductions for group in place.groups}
-    made = calls.places(Kind.NEW_GROUP, where=lambda call: tuple(sorted(call.ranks)) in used)
     reduced = [
         place.pointed(
             f"{len(place.calls)} {place.op}, in {groups_text(place.groups)}; "
@@ -102,7 +101,9 @@ def _lines_of_groups(view: View) -> Sequence[PointedLine]:
         )
         for place in calls.reductions
     ]
-    return [*first_of(made, is_fault=False), *reduced[:2]] if reduced else _lines_of_wrapper(view)
+    if not reduced:
+        return _lines_of_wrapper(view)
+    return [reduced[0], *lines_of_groups(view, calls.reductions), *reduced[1:2]]
 
 
 def _lines_of_wrapper(view: View) -> Sequence[PointedLine]:

@@ -405,6 +405,11 @@ def ranks_without_gradient(view: View) -> tuple[int, ...]:
     return tuple(rank for rank in range(view.world_size) if not bool(computed[rank].any()))
 
 
+MOST_BEHIND = 4
+"""So many lines behind a group are shown in the whole report."""
+
+NEW_GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
+
 OF_THE_GROUP = ("mesh", "device_mesh", "process_group")
 """The arguments that say among which ranks a wrapper reduces."""
 
@@ -465,6 +470,39 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
         note = f"{place.first.what} in {groups_text(groups_of(place))}: {names_text(given)}"
         found.append(place.pointed(note, is_fault=True))
     return found
+
+
+def lines_of_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:
+    """The lines that compute the ranks of the groups that were made, or else those that set the
+    groups of these collectives.
+    """
+    made = view.observed.calls_of_all_steps.places(Kind.NEW_GROUP)
+    ranks = [one for one in _behind(view, made, ("ranks",), 0, NEW_GROUPS) if one.computes]
+    nearest = [one for one in ranks if one.depth == ranks[0].depth]
+    chosen = [PointedLine(one.line, "chooses the ranks of a group") for one in nearest]
+    return chosen or lines_that_set_groups(view, places)
+
+
+def lines_that_set_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:
+    """The lines that set the groups that these collectives are given."""
+    return [PointedLine(one.line, "sets the group") for one in _behind(view, places, ("group",))]
+
+
+def _behind(
+    view: View,
+    places: Sequence[CallSite],
+    names: Sequence[str],
+    number: int | None = None,
+    called: Collection[str] = (),
+) -> list[Origin]:
+    """What made the argument with one of these names at each of these places, the nearest first."""
+    found, calls = [], {place.line for place in places}
+    for place in places:
+        given = None if place.line is None else given_at(place.line, names, number, called)
+        found += Origins(run_lines(view, place.ranks[0])).all([given] if given else [])
+    made = [one for one in found if not isinstance(one.expression, ast.Constant)]
+    elsewhere = {one.line: one for one in reversed(made) if one.line not in calls}
+    return sorted(elsewhere.values(), key=lambda one: one.depth)[:MOST_BEHIND]
 
 
 def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:

@@ -36,6 +36,7 @@ from ddp_equivalence.diagnosis.where.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.where.reduction import (
     fault_of_non_members,
     fault_of_reduction,
+    fault_of_separate_groups,
     fault_of_small_groups,
 )
 from ddp_equivalence.diagnosis.where.whereabouts import (
@@ -69,7 +70,9 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
-    in_groups = fault_of_non_members(view) or fault_of_small_groups(view)
+    in_groups = (
+        fault_of_non_members(view) or fault_of_small_groups(view) or fault_of_separate_groups(view)
+    )
     if in_groups is not None:
         return _in_step(view, in_groups)
     pieces = pieces_of(view)

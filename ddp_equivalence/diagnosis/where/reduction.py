@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,17 +11,19 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     groups_of,
     in_small_groups,
+    lines_of_groups,
     lines_of_hook_divisors,
     lines_of_no_sync,
     lines_of_small_groups,
     lines_that_keep_from_reducing,
     lines_that_left_out,
+    lines_that_set_groups,
     names_in_small_groups,
     way_to,
 )
-from ddp_equivalence.diagnosis.lines.origins import Origins, chosen, given_at, gone_through
+from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
 from ddp_equivalence.diagnosis.lines.source import innermost_loop, run_lines
-from ddp_equivalence.diagnosis.reduced import groups_text
+from ddp_equivalence.diagnosis.reduced import groups_text, separate_groups
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.gradient_path import (
@@ -573,21 +574,45 @@ def fault_of_non_members(view: View) -> Whereabouts | None:
         return None
     who = ranked(place.ranks, view.world_size)
     what, one = place.first.what, len(place.ranks) == 1
-    given = given_at(place.line, ("group",))
-    made = Origins(run_lines(view, place.ranks[0])).all([given] if given else [])
-    behind = [
-        PointedLine(one.line, "sets this group")
-        for one in made
-        if one.line != place.line and not isinstance(one.expression, ast.Constant)
-    ]
     return Whereabouts(
         "reduction",
         f"{what} does nothing on {who}",
         f"On {who}, {what} does nothing: the group that it is given is one without "
         f"{'this rank' if one else 'these ranks'}.",
-        distinct([place.pointed(f"{who}: not in this group", is_fault=True), *behind]),
+        distinct(
+            [
+                place.pointed(f"{who}: not in this group", is_fault=True),
+                *lines_that_set_groups(view, [place]),
+            ]
+        ),
         view.parameters.names,
         tuple(place.ranks),
         fix="give each rank a group that it is in.",
+        explains_all=True,
+    )
+
+
+# Ranks that no collective joins cannot hold what the others computed.
+
+
+def fault_of_separate_groups(view: View) -> Whereabouts | None:
+    """Between which groups of ranks no gradient was exchanged; None if one joins all."""
+    groups, calls = separate_groups(view), view.observed.calls
+    if not groups or calls.places(Kind.POINT_TO_POINT):
+        return None
+    reduced = [
+        place.pointed(f"{place.op} in {groups_text(place.groups)}", is_fault=True)
+        for place in calls.reductions
+    ]
+    behind = lines_of_groups(view, calls.places(Kind.COLLECTIVE))
+    return Whereabouts(
+        "reduction",
+        "gradients stay within groups of ranks",
+        f"The ranks exchange gradients in {groups_text(groups)}, and no collective joins these "
+        "groups, so no rank can hold the mean over all ranks.",
+        distinct([*reduced[-1:], *behind, *reduced[:-1]]),
+        view.parameters.names,
+        tuple(range(view.world_size)),
+        fix=f"reduce over all {view.world_size} ranks, or between the groups as well.",
         explains_all=True,
     )

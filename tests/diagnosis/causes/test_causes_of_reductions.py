@@ -47,6 +47,7 @@ def own_group(of_every_rank: list[list[int]], rank: int) -> Any:
 
 
 NODES, BETWEEN = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+NODES_ARE_SET = "NODES, BETWEEN = [[0, 1], [2, 3]], [[0, 2], [1, 3]]"
 
 # Copies of gradients that are reduced, and whose result nobody uses.
 
@@ -402,9 +403,9 @@ def test_a_wrong_reduction_is_named_with_its_line(
     assert_named(different(case, step, steps=2 if case is HEADS else 1), cause, because)
 
 
-def test_the_line_that_makes_a_group_and_parameters_of_the_first_step_are_shown() -> None:
+def test_the_lines_that_set_a_group_and_parameters_of_the_first_step_are_shown() -> None:
     shown = lines_shown(different(CASE, average_over_node))
-    assert shown[0] == "group = dist.new_group(ranks)"
+    assert shown[1:3] == ["group = own_group(NODES, rank.rank)", NODES_ARE_SET]
     because = first_finding(different(HEADS, static_graph, steps=2)).because
     assert "extra.weight, extra.bias had a gradient in step 1" in because
 

@@ -148,3 +148,35 @@ def lead_alone(model: Any, shard: Any, rank: Any) -> None:
     dist.all_reduce(torch.ones(()), group=leader)
     dist.all_reduce(torch.arange(4), group=leader)
     sent_without_a_gradient(model, shard, rank)
+
+
+class Levels:
+    """The groups of the ranks of a node, and of the ranks with the same place on all nodes."""
+
+    def __init__(self, rank: Any) -> None:
+        every, size = range(rank.world_size), rank.local_world_size
+        inside = [[r for r in every if r // size == node] for node in range(rank.nodes)]
+        between = [[r for r in every if r // size == place] for place in range(size)]  # fault
+        self.inside = self.own_group(inside, rank)
+        self.between = self.own_group(between, rank)
+
+    def own_group(self, of_every_rank: Any, rank: Any) -> Any:
+        groups = {tuple(ranks): dist.new_group(ranks) for ranks in of_every_rank}
+        return next(group for ranks, group in groups.items() if rank in ranks)
+
+
+def in_two_levels(model: Any, shard: Any, rank: Any) -> None:
+    """Each rank of a node sends its part of the node's sum to the other nodes."""
+    levels = Levels(rank)
+    loss(model, shard).backward()
+    flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    flat = functional.pad(flat, (0, -len(flat) % rank.local_world_size))
+    dist.all_reduce(flat, group=levels.inside)
+    parts = list(flat.chunk(rank.local_world_size))
+    own = parts[rank.local_rank].clone()
+    dist.all_reduce(own, group=levels.between)
+    dist.all_gather(parts, own, group=levels.inside)
+    flat = torch.cat(parts) / rank.world_size
+    for parameter in model.parameters():
+        parameter.grad.copy_(flat[: parameter.numel()].view_as(parameter))
+        flat = flat[parameter.numel() :]

@@ -38,3 +38,10 @@ def test_a_collective_in_a_group_of_other_ranks_is_shown_with_the_line_that_set_
 
 def test_a_barrier_or_a_count_in_a_group_of_other_ranks_is_no_fault() -> None:
     assert unnamed(CASE, steps.lead_alone).headline == "a gradient is cut off"
+
+
+def test_ranks_that_no_collective_joins_are_told_with_the_line_that_chose_their_groups() -> None:
+    where = unnamed(replace(CASE, layout="2x2"), steps.in_two_levels)
+    assert where.headline == "gradients stay within groups of ranks"
+    assert "groups {0, 1} and {2, 3}, and no collective joins these" in where.sentence
+    assert distance(where, steps.Levels) == 0, where.lines
