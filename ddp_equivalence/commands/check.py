@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
-from ddp_equivalence.commands.output import kept_output, report_of_kept, require_writable_folder
+from ddp_equivalence.commands.output import kept_output, report_of_kept
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.report.text import painted, width_of
+from ddp_equivalence.report.text import painted, require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -129,7 +129,7 @@ def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the case, or many variations of it with --explore, and print the report."""
-    path, name = _target(arguments.target)
+    path, name = target(arguments.target)
     require_writable_folder("export_repro", arguments.export_repro)
     _check_exploration(arguments)
     trial_seconds = arguments.trial_seconds
@@ -155,6 +155,7 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     from ddp_equivalence.checking.check import check
     from ddp_equivalence.commands.user_file import load
     from ddp_equivalence.measurement.request import CheckOptions
+    from ddp_equivalence.report.render import report_lines
 
     user_check = load(path, name)
     changes = _given(arguments, ("layout", "shards", "seed"))
@@ -177,7 +178,7 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     stdout = sys.stdout
     with kept_output(unless=bool(options.get("in_process"))) as printed:
         verdict = check(case, user_check.step, **options)
-        report = _report(verdict, stdout)
+        report = painted(report_lines(verdict), stdout)
     print(report + report_of_kept(printed.getvalue(), arguments.full), end="")
     if arguments.github and verdict.outcome != "same":
         print(_annotation(verdict))
@@ -202,8 +203,7 @@ def _explore(arguments: argparse.Namespace, varied: UserCheck, given: dict[str, 
         return repeating_command(argparse.Namespace(**vars(arguments) | changes))
 
     search = exploration.search_variations(varied, given, arguments.explore, repeat)
-    for line in search.report():
-        exploration.show(line)
+    print("\n".join(search.report()))
     outcomes = {judged.outcome for judged in search.judged.values()}
     if "different" in outcomes:
         return "different"
@@ -224,7 +224,7 @@ def _check_exploration(arguments: argparse.Namespace) -> None:
         raise BadCase("export_repro", str(arguments.export_repro), right)
 
 
-def _target(text: str) -> tuple[Path, str]:
+def target(text: str) -> tuple[Path, str]:
     """File and name of ``FILE.py`` or ``FILE.py:NAME``.
 
     Raises BadCase if there is no such file, before anything slow is imported.
@@ -240,13 +240,6 @@ def _given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any
     """The values of those named options that the command line has."""
     given = {name: getattr(arguments, name, None) for name in names}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _report(verdict: Verdict, stdout: TextIO) -> str:
-    from ddp_equivalence.report.render import report_lines
-
-    with settings.using(settings.replaced(width=width_of(stdout, settings.current().width))):
-        return painted(report_lines(verdict), stdout)
 
 
 def _annotation(verdict: Verdict) -> str:

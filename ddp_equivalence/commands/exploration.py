@@ -119,52 +119,44 @@ class Judged:
 
 @dataclass
 class Search(Generic[Value]):
-    """The results so far. ``smallest``: of each kind that is wrong. ``stopped``: why the search
-    stopped before its end, or "".
+    """``layout`` and ``judge``: of a value. ``judged``: the results so far. ``smallest``: of each
+    kind that is wrong. ``stopped``: why the search stopped before its end, or "".
     """
 
+    layout: Callable[[Value], str]
+    judge: Callable[[Value], Judged]
     judged: dict[Value, Judged] = field(default_factory=dict)
     smallest: list[tuple[Value, Judged]] = field(default_factory=list)
     stopped: str = ""
 
-    def try_all(
-        self,
-        drawn: Mapping[Value, tuple[Space[Value], Point]],
-        layout: Callable[[Value], str],
-        judge: Callable[[Value], Judged],
-    ) -> None:
+    def try_all(self, drawn: Mapping[Value, tuple[Space[Value], Point]]) -> None:
         """Judge the values, layout after layout, so that ranks are started once for each. Then
         make one value of each kind that is wrong as small as it can be. Ctrl-C ends the search.
         """
         try:
-            self._judge_all(drawn, layout, judge)
+            self._judge_all(drawn)
             for kind in sorted({one.wrong for one in self.judged.values()} - {""}):
                 of_kind = [drawn[value] for value, one in self.judged.items() if one.wrong == kind]
                 space, point = min(of_kind, key=lambda at: at[1])
-                smallest = space.smallest(point, judge, kind)
-                self.smallest.append((smallest, judge(smallest)))
+                smallest = space.smallest(point, self.judge, kind)
+                self.smallest.append((smallest, self.judge(smallest)))
         except KeyboardInterrupt:
             self.stopped = "interrupted"
 
-    def _judge_all(
-        self,
-        values: Iterable[Value],
-        layout: Callable[[Value], str],
-        judge: Callable[[Value], Judged],
-    ) -> None:
+    def _judge_all(self, values: Iterable[Value]) -> None:
         by_layout: dict[str, list[Value]] = {}
         for value in values:
-            by_layout.setdefault(layout(value), []).append(value)
+            by_layout.setdefault(self.layout(value), []).append(value)
         for name in sorted(by_layout, key=lambda one: (parse(one).world_size, one)):
             counts = Counter[str]()
             for value in by_layout[name]:
-                self.judged[value] = judge(value)
+                self.judged[value] = self.judge(value)
                 counts[self.judged[value].outcome] += 1
                 if self.count(reason=TIMED_OUT) == MOST_TIMEOUTS:
                     self.stopped = f"stopped after {MOST_TIMEOUTS} cases that timed out"
                     return
             text = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-            show(f"  {name:<16}{counts.total():>5}    {text}")
+            print(f"  {name:<16}{counts.total():>5}    {text}", flush=True)
 
     def count(self, **fields: str) -> int:
         """The number of results with these fields."""
@@ -199,11 +191,6 @@ EXPLANATIONS = {
 }
 
 
-def show(line: str) -> None:
-    """Print the line now: a search takes long."""
-    print(line, flush=True)
-
-
 # Random trials of the suite, far more than the catalogue contains.
 
 LAYOUTS = (
@@ -232,18 +219,16 @@ def search_suite(right: int, wrong: int, seed: int) -> Search[Trial]:
             raise BadCase(name, count, "an integer from 0")
     if not right + wrong:
         raise BadCase("right", 0, "a number of cases above 0, if wrong is 0 too")
-    search, drawn = Search[Trial](), dict[Trial, tuple[Space[Trial], Point]]()
+    search = Search[Trial](lambda trial: trial.case.layout, run_trial)
+    drawn = dict[Trial, tuple[Space[Trial], Point]]()
     names = portable_strategies()
     for count, promised in ((right, True), (wrong, False)):
         for number, name in enumerate(names):
             share = count // len(names) + (number < count % len(names))
             drawn |= random_trials(name, promised).draw(share, f"{seed} {name}")
-    show(f"{len(drawn)} random cases")
-    search.try_all(drawn, lambda trial: trial.case.layout, run_trial)
+    print(f"{len(drawn)} random cases", flush=True)
+    search.try_all(drawn)
     return search
-
-
-KINDS = {True: "right cases", False: "known differences"}
 
 
 def portable_strategies() -> tuple[str, ...]:
@@ -268,10 +253,12 @@ def run_trial(trial: Trial) -> Judged:
 def closing_line(search: Search[Trial]) -> str:
     """How many trials were judged wrongly."""
     counts = []
-    for promised, what in ((True, "false alarms"), (False, "missed or misnamed")):
+    for promised, kind, what in (
+        (True, "right cases", "false alarms"),
+        (False, "known differences", "missed or misnamed"),
+    ):
         of = [one for trial, one in search.judged.items() if (trial.cause is None) == promised]
-        wrong = sum(bool(one.wrong) for one in of)
-        counts.append(f"{len(of)} random {KINDS[promised]}: {wrong} {what}")
+        counts.append(f"{len(of)} random {kind}: {sum(bool(one.wrong) for one in of)} {what}")
     return "; ".join(counts)
 
 
@@ -303,7 +290,9 @@ def random_trials(strategy: str, promised: bool) -> Space[Trial]:
         shards: str,
         examples: int,
         steps: int | str,
-        **given: Any,
+        compare: Compare,
+        dtype: torch.dtype,
+        seed: int,
     ) -> Trial | None:
         # A statistic of few examples is none, and the root of one is no root. What couples examples
         # gets equal shards, so that only one thing differs.
@@ -324,19 +313,16 @@ def random_trials(strategy: str, promised: bool) -> Space[Trial]:
         ):
             return None
         by_step: Steps = (examples, least) if isinstance(steps, str) else steps
-        fields = {"model": model, "loss": loss, "layout": layout, "shards": shards}
-        compare = given.pop("compare")
-        case = Case(**fields, examples=examples, **given)  # type: ignore[arg-type]
+        of_case = {"layout": layout, "shards": shards, "examples": examples, "dtype": dtype}
+        case = Case(model=model, loss=loss, seed=seed, **of_case)  # type: ignore[arg-type]
         on_gpu = MODELS[model].draws_random_numbers and _computes_on_gpus(case, strategy)
         trial = Trial(case, strategy, steps=by_step, compare=compare, on_gpu=on_gpu)
         return trial if _shows(trial, promised) else None
 
     layouts = [name for name in LAYOUTS if _layout_suits(strategy, name)]
-    fields = (layouts, models, list(LOSSES), list(NAMED_SIZES), EXAMPLES, (1, 2, 3, SHORTER_LAST))
-    return Space(
-        (*fields, COMPARES, DTYPES, SEEDS),
-        lambda *values: make(*values[:-3], compare=values[-3], dtype=values[-2], seed=values[-1]),
-    )
+    steps = (1, 2, 3, SHORTER_LAST)
+    of_batch = (list(NAMED_SIZES), EXAMPLES, steps)
+    return Space((layouts, models, list(LOSSES), *of_batch, COMPARES, DTYPES, SEEDS), make)
 
 
 def _shows(trial: Trial, promised: bool) -> bool:
@@ -529,15 +515,15 @@ def search_variations(
             reason = f"{verdict.reason}: {what}" if what else verdict.reason
         return Judged("failed", reason, f"failed ({reason})", verdict.repeat, str(verdict))
 
-    search = Search[Variation]()
+    search = Search[Variation](lambda one: one.layout, judge)
     drawn = own.space.draw(wanted, "0")
     if not drawn:
         if own.refused is not None:
             raise own.refused
         right = "left out: there are too few examples for the ranks and steps that are given"
         raise BadCase("explore", wanted, right)
-    show(f"{len(drawn)} variations of {own.case}")
-    search.try_all(drawn, lambda one: one.layout, judge)
+    print(f"{len(drawn)} variations of {own.case}", flush=True)
+    search.try_all(drawn)
     if refused and search.count(outcome="refused") == len(search.judged):
         raise refused[0]
     return search

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.output import require_writable_file, write_json
+from ddp_equivalence.commands.output import write_json
 from ddp_equivalence.ranks.server import start_early
+from ddp_equivalence.report.text import require_writable_file
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -43,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ddp_equivalence.commands import exploration
 
     search = exploration.search_suite(arguments.right, arguments.wrong, arguments.seed)
-    for line in ("", *search.report(), "", exploration.closing_line(search)):
-        exploration.show(line)
+    print("\n".join(["", *search.report(), "", exploration.closing_line(search)]))
     write_json("json", arguments.json, exploration.as_json(search))
     return DIFFERENT if any(one.wrong for one in search.judged.values()) else SAME

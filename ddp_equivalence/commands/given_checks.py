@@ -43,10 +43,10 @@ class _FileItem(_GivenItem):
     def runtest(self) -> None:
         from ddp_equivalence import assert_equivalent
         from ddp_equivalence.case import settings
+        from ddp_equivalence.commands.check import target
         from ddp_equivalence.commands.user_file import load
 
-        file, _, name = self.name.rpartition(":")
-        found = load(Path(file), name) if ".py:" in self.name else load(Path(self.name), "step")
+        found = load(*target(self.name))
         repeat = {"repeat": f"ddp-equivalence check {self.name}", "full_report_with": "--full"}
         with settings.using(settings.replaced(**repeat)):
             assert_equivalent(found.case, found.step, **found.options)

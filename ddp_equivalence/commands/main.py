@@ -7,10 +7,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
 from ddp_equivalence.commands.output import Parser, output, refusal, sigterm_interrupts
+from ddp_equivalence.report.text import width_of
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -44,7 +46,8 @@ def _run(command_line: Sequence[str] | None) -> int:
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
-        with sigterm_interrupts() as interruption:
+        width = width_of(sys.stdout, settings.current().width)
+        with sigterm_interrupts() as interruption, settings.using(settings.replaced(width=width)):
             code = COMMANDS[arguments.command].run(arguments)
         return INTERRUPTED if interruption.terminated else code
     except BadCase as error:

@@ -31,11 +31,11 @@ from ddp_equivalence.commands.exit_codes import (
     SAME,
     YELLOW,
 )
-from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of, require_writable_folder
+from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of
 from ddp_equivalence.commands.record import add_checks, asked
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 from ddp_equivalence.gate.record import standard_name
-from ddp_equivalence.report.text import painted, plural
+from ddp_equivalence.report.text import painted, plural, require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands

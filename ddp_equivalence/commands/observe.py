@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
-from ddp_equivalence.commands.output import require_writable_file
-from ddp_equivalence.report.text import painted, width_of
+from ddp_equivalence.report.text import painted, require_writable_file
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -89,11 +88,6 @@ def _add_options_of_the_runs(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the time that recording may take, and each step in one process; default 600",
     )
-    parser.add_argument(
-        "--in-place",
-        action="store_true",
-        help="run in this folder, and not in a copy of it that is made of links",
-    )
 
 
 def _add_other_options(parser: argparse.ArgumentParser) -> None:
@@ -102,11 +96,6 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FAULT",
         help="plant a known fault in the ranks, to see that it is found",
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="only record, and say what one process would be given",
     )
     parser.add_argument(
         "--export",
@@ -118,8 +107,13 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
         "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for a warning, too")
-    parser.add_argument("--full", action="store_true", help="print all that is known of every step")
+    for name, text in (
+        ("--in-place", "run in this folder, and not in a copy of it that is made of links"),
+        ("--plan", "only record, and say what one process would be given"),
+        ("--strict", "exit with 1 for a warning, too"),
+        ("--full", "print all that is known of every step"),
+    ):
+        parser.add_argument(name, action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -129,19 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ddp_equivalence.observed_scripts.script_observation import observe, plan
     from ddp_equivalence.observed_scripts.told import ObserveOptions
 
-    command = arguments.training
-    if command[:1] == ["--"]:
-        command = command[1:]
+    command = arguments.training[arguments.training[:1] == ["--"] :]
     require_writable_file("json", arguments.json)
     given = vars(arguments)
     names = ObserveOptions.__annotations__.keys() & given.keys()
     options = cast(ObserveOptions, {name: given[name] for name in names})
-    reports = settings.replaced(
-        full_report=arguments.full,
-        full_report_with="--full before the --",
-        width=width_of(sys.stdout, settings.current().width),
-    )
-    with settings.using(reports):
+    full = {"full_report": arguments.full, "full_report_with": "--full before the --"}
+    with settings.using(settings.replaced(**full)):
         try:
             if arguments.plan:
                 lines = plan(command, **options)

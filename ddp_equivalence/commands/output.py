@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn, TextIO, cast
 
 from ddp_equivalence.case.errors import BadCase, on_one_line
 from ddp_equivalence.commands.exit_codes import BAD_INPUT
-from ddp_equivalence.report.text import FILE, FOLDER, HANDLER, why_no_file, why_no_folder, wrapped
+from ddp_equivalence.report.text import HANDLER, wrapped
 
 # The streams of a command: nothing that happens to its output changes what it does.
 #
@@ -198,21 +198,6 @@ def exit_code_of(
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 child.kill()
             raise
-
-
-# Files for results. A command asks whether it can write them before it starts its work.
-
-
-def require_writable_file(field: str, path: Path | None) -> None:
-    """Raises BadCase if a path is given and no file can be written there."""
-    if path is not None and (reason := why_no_file(path)):
-        raise BadCase(field, str(path), f"{FILE}; {reason}")
-
-
-def require_writable_folder(field: str, path: Path | None) -> None:
-    """Raises BadCase if a path is given that is not a writable folder and cannot become one."""
-    if path is not None and (reason := why_no_folder(path)):
-        raise BadCase(field, str(path), f"{FOLDER}; {reason}")
 
 
 def write_json(field: str, path: Path | None, content: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,8 +138,8 @@ def _row(title: str, results: Sequence[FaultResult], line_right: str) -> Sequenc
 # The smallest faults that are still caught: a factor on all gradients, and one wrong element.
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SMALLEST, LARGEST = -52, 0
-"""Exponents of the smallest and largest power of two that are tried."""
+DELTAS = [2.0**exponent for exponent in range(-52, 1)]
+"""The sizes of faults that are tried."""
 
 MODEL, LOSS, LAYOUT = "mlp", "mse_mean", "2x2"
 
@@ -191,9 +192,9 @@ def _smallest(dtype: torch.dtype, make_step: Callable[[float], Step]) -> float:
     Bisection finds it; this assumes that every delta is caught that is larger than a caught one.
     """
     case = Case(model=MODEL, loss=LOSS, layout=LAYOUT, dtype=dtype)
-    missed, caught_at = SMALLEST - 1, LARGEST + 1
-    while caught_at - missed > 1:
-        middle = (missed + caught_at) // 2
-        caught = check(case, make_step(2.0**middle)).outcome == "different"
-        missed, caught_at = (missed, middle) if caught else (middle, caught_at)
-    return inf if caught_at > LARGEST else 2.0**caught_at
+
+    def is_caught(delta: float) -> bool:
+        return check(case, make_step(delta)).outcome == "different"
+
+    place = bisect_left(DELTAS, True, key=is_caught)
+    return DELTAS[place] if place < len(DELTAS) else inf

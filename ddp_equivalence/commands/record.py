@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
-from ddp_equivalence.commands.output import exit_code_of, require_writable_folder
+from ddp_equivalence.commands.output import exit_code_of
 from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, cache_folder, suite_folder
+from ddp_equivalence.report.text import require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands

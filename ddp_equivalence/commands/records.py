@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_LEVEL, SAME
-from ddp_equivalence.commands.output import require_writable_file
 from ddp_equivalence.commands.record import record_again
 from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, suite_folder
 from ddp_equivalence.ranks.backend_names import LANES
-from ddp_equivalence.report.text import painted
+from ddp_equivalence.report.text import painted, require_writable_file
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands

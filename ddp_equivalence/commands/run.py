@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.output import require_writable_file, require_writable_folder
 from ddp_equivalence.commands.suite_folder import (
     OPTIONS_OF_SUITE,
     cache_folder,
@@ -18,6 +17,7 @@ from ddp_equivalence.commands.suite_folder import (
     suite_folder,
 )
 from ddp_equivalence.ranks.backend_names import LANES
+from ddp_equivalence.report.text import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands

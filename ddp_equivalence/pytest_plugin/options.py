@@ -9,15 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.settings import RIGHT_TRIAL_SECONDS
 from ddp_equivalence.ranks.backend_names import BACKENDS, LANES
-from ddp_equivalence.report.text import FILE, FOLDER, why_no_file, why_no_folder, width_of
+from ddp_equivalence.report.text import require_writable_file, require_writable_folder, width_of
 
 MARGIN_OF_PYTEST = len("E   ")
 """Columns that pytest puts before every line of a failure."""
@@ -25,28 +27,22 @@ MARGIN_OF_PYTEST = len("E   ")
 ABOVE_0 = "a number of seconds above 0"
 
 
-def _seconds(text: str) -> float:
-    return _number(text, ABOVE_0, _is_seconds)
-
-
-def _seconds_or_none(text: str) -> float:
-    return _number(text, RIGHT_TRIAL_SECONDS, lambda value: value == 0 or _is_seconds(value))
-
-
-def _number(text: str, right: str, is_right: Callable[[Any], bool]) -> float:
+def _seconds(text: str, or_none: bool = False) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not is_right(value):
+    if right := _right_seconds(value, or_none):
         raise argparse.ArgumentTypeError(f"{text!r}: expected {right}")
     return value
 
 
-def _is_seconds(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value < math.inf
+def _right_seconds(value: Any, or_none: bool) -> str:
+    """Says what would be right instead of the value; "" if it is. ``or_none``: it may be 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (0 < value < math.inf or (or_none and value == 0)):
+        return ""
+    return RIGHT_TRIAL_SECONDS if or_none else ABOVE_0
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -77,7 +73,7 @@ def add_options(parser: pytest.Parser) -> None:
         "the time that a check may take to try small edits of a step that differs without a known "
         "cause, and so to find the line to change; 0: none are tried; default %(default)g",
         settings.Settings.trial_seconds,
-        _seconds_or_none,
+        partial(_seconds, or_none=True),
     )
     for name, help_ in SWITCHES.items():
         add(name, action="store_true", help=help_)
@@ -153,13 +149,12 @@ def check_options(config: pytest.Config) -> None:
         )
     if hasattr(config, "workerinput"):
         return  # the controller has checked the paths
-    for option, right, why_not in (
-        ("--ddp-json", FILE, why_no_file),
-        ("--ddp-export-repro", FOLDER, why_no_folder),
-    ):
-        path: Path | None = config.getoption(option)
-        if path is not None and (reason := why_not(path)):
-            raise pytest.UsageError(f"{option} {path}: expected {right}; {reason}")
+    try:
+        require_writable_file("--ddp-json", config.getoption("--ddp-json"))
+        require_writable_folder("--ddp-export-repro", config.getoption("--ddp-export-repro"))
+    except BadCase as error:
+        text = f"{error.field} {error.value}: expected {error.right}"
+        raise pytest.UsageError(text) from error
 
 
 def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.Settings:
@@ -247,9 +242,8 @@ def _right_settings(marker: pytest.Mark) -> str:
     for name, value in given.items():
         if name in BOOLEANS and not isinstance(value, bool):
             return f"True or False for {name}"
-        may_be_zero = name == "trial_seconds" and value == 0 and not isinstance(value, bool)
-        if name in TIMES and not may_be_zero and not _is_seconds(value):
-            return f"{RIGHT_TRIAL_SECONDS if name == 'trial_seconds' else ABOVE_0} for {name}"
+        if name in TIMES and (right := _right_seconds(value, name == "trial_seconds")):
+            return f"{right} for {name}"
     if given.get("collective_deadline", 0) >= given.get("deadline", math.inf):
         return "a collective_deadline below the deadline"
     return ""

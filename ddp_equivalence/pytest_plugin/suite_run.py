@@ -27,8 +27,8 @@ from ddp_equivalence.ranks.gpu_room import SEVERAL
 from ddp_equivalence.ranks.gpus import Gpu, plain_uuid, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.nccl import Transport, transport
-from ddp_equivalence.report.machine import Box, box_in_short, box_lines, this_box, title
-from ddp_equivalence.report.record import Record
+from ddp_equivalence.report.machine import SHORT, Box, box_lines, this_box, title
+from ddp_equivalence.report.record import Record, versions
 from ddp_equivalence.report.text import Line, Style, plural
 from ddp_equivalence.strategies.trial import Trial
 
@@ -119,7 +119,7 @@ class SuiteRun:
         if terminal is not None and (self._config.option.verbose >= 0 or self._only_plans):
             box = this_box()
             whole = box.has_gpus or self._only_plans
-            machine = box_lines(box) if whole else [box_in_short(box)]
+            machine = box_lines(box) if whole else [f"{title(box)}; torch {versions()['torch']}"]
             for line in (*([self._fewer] if self._fewer else []), *machine):
                 terminal.write_line(line)
         return result
@@ -325,8 +325,6 @@ def plan_lines(tests: Sequence[PlannedTest]) -> Iterator[str]:
 # Which GPUs the cases of a run used, by which ranks, and which GPU of the machine no case used.
 
 HEADER = "cases by GPU"
-SHORT = len("GPU-12345678")
-"""So much of a UUID is shown for a GPU that NVML does not know."""
 
 
 def gpu_lines(compared: Sequence[Record], gpus: Sequence[Gpu], devices: int) -> Iterator[Line]:

@@ -15,11 +15,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.report.text import Line, Style, cut, wrapped_at_most
+from ddp_equivalence.report.text import EVERYTHING, Line, Style, cut, labelled, wrapped_at_most
 
 if TYPE_CHECKING:
     from ddp_equivalence.diagnosis.setting import PointedLine
@@ -31,8 +32,6 @@ MOST_LINES = 3
 
 MOST_ROWS = 6
 """So many rows of a table are shown at most."""
-
-EVERYTHING = 10**9
 
 
 @dataclass(frozen=True)
@@ -122,16 +121,12 @@ def _shapes(is_named: bool) -> Iterator[Shape]:
     """All shapes that are tried, the largest first. ``is_named``: the difference has a cause."""
     for code in range(MOST_LINES, 0, -1):
         # A whole text is worth more than an empty line, and so is a line of code.
-        for texts, line_notes in ((2, 2), (1, 2), (1, 1)):
-            for details in (True, False):
-                for gaps in (3, 2, 1):
-                    for rows in range(MOST_ROWS, 1, -1):
-                        yield Shape(
-                            *(WIDEST_SCREEN, code, texts, line_notes),
-                            rows=rows,
-                            details=details,
-                            gaps=gaps,
-                        )
+        given_up_last_to_first = (
+            *(((2, 2), (1, 2), (1, 1)), (True, False)),
+            *((3, 2, 1), range(MOST_ROWS, 1, -1)),
+        )
+        for (texts, notes), details, gaps, rows in product(*given_up_last_to_first):
+            yield Shape(WIDEST_SCREEN, code, texts, notes, rows=rows, details=details, gaps=gaps)
         small = Shape(code=code, texts=1, rows=2, details=False, gaps=0)
         yield from (small, replace(small, line_notes=1))
         # Two lines of code are worth more than the table. Where no cause explains the table, all
@@ -155,15 +150,8 @@ class Sentences:
     indent: str = "  "
 
     def lines(self, shape: Shape) -> list[Line]:
-        if not self.text:
-            return []
         most = getattr(shape, self.limit)
-        texts = wrapped_at_most(f"{self.label}{self.text}", self.indent, most, shape.width)
-        lines = [Line(text) for text in texts]
-        if self.label:
-            styled = len(self.indent) + len(self.label.rstrip())
-            lines[0] = replace(lines[0], style=Style.LABEL, styled=styled)
-        return lines
+        return labelled(self.label, self.text, self.indent, most=most, width=shape.width)
 
 
 @dataclass(frozen=True)

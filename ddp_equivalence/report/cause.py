@@ -1,5 +1,5 @@
-"""The sentences on what was found: the cause, how sure it is, and where to look; without a known
-cause, what is known about the difference; and all that a reader must know beside it.
+"""The sentences on what was found: the cause, how sure it is, and where to look; and all that a
+reader must know beside it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from ddp_equivalence.report.text import (
     labelled,
     paragraph,
     plural,
-    rank_names,
 )
 
 if TYPE_CHECKING:
     import torch
 
-    from ddp_equivalence.comparison.comparison import Comparison
     from ddp_equivalence.diagnosis.diagnose import Finding
     from ddp_equivalence.report.verdict import Verdict
 
-
-MIXTURE = 1e-6
-"""An unexplained part below this is rounding: the gradient is a mixture of single gradients."""
 
 ORDINALS = ("First", "Second", "Third", "Fourth")
 COUNTS = {2: "two", 3: "three", 4: "four"}
@@ -40,8 +35,7 @@ def cause_lines(verdict: Verdict) -> list[Line]:
     """Lines on what happened, what was seen of it, where to look, and which edits were tried."""
     best = verdict.best
     if best is None:
-        known = "; ".join(_known(verdict))
-        return [*labelled("What is known: ", known and f"{known}."), *_trial_lines(verdict)]
+        return _trial_lines(verdict)
     causes = (best, *best.more)
     sentence = best.sentence
     if best.more:
@@ -54,49 +48,6 @@ def cause_lines(verdict: Verdict) -> list[Line]:
         *labelled("Look at: ", "; and ".join(one.look_at for one in causes)),
         *_trial_lines(verdict),
     ]
-
-
-def _known(verdict: Verdict) -> Iterator[str]:
-    """Facts about a difference without a known cause, as clauses of one sentence."""
-    comparison = verdict.comparison
-    assert comparison is not None
-    yield from _not_finite(verdict, comparison)
-    yield from _mixture(verdict)
-    if not comparison.ranks_agree:
-        yield "the ranks hold different values"
-    if verdict.repeated is False:
-        yield "a second run left other bits, so there is a race, or randomness without a seed"
-
-
-def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
-    distances = [rank.distance for parameter in comparison.parameters for rank in parameter.by_rank]
-    if all(map(isfinite, distances)):
-        return
-    ranks = [
-        rank
-        for rank, seen in verdict.observed.items()
-        if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
-    ]
-    loss = f", and the loss is not finite on {rank_names(ranks)}" if ranks else ""
-    yield f"a rank holds values that are not finite, or too large to square{loss}"
-
-
-def _mixture(verdict: Verdict) -> Iterator[str]:
-    shares = verdict.shares
-    if shares is None or verdict.again.float32_at:
-        return  # rounding in float32 is the reason, and the report says so elsewhere
-    unexplained = max(shares.unexplained.values())
-    if unexplained > MIXTURE:
-        yield (
-            f"a part of what a rank holds ({text_of(unexplained, '.2g')} of its norm) is not a "
-            f"mixture of the {shares.pieces}' gradients and may come from statistics that examples "
-            "share, from other weights, from other random numbers, or from damage on the way"
-        )
-    else:
-        yield (
-            f"what the ranks hold is a mixture of the {shares.pieces}' gradients, with other "
-            "shares than in the big batch (see the shares below)"
-        )
 
 
 def _trial_lines(verdict: Verdict) -> list[Line]:

@@ -49,7 +49,7 @@ def evidence_lines(verdict: Verdict) -> list[Line]:
     elif verdict.outcome == "different" and _can_be_a_script(verdict):
         options = "--export-repro DIR (in pytest: --ddp-export-repro DIR)"
         lines += labelled("Script:   ", f"{options} writes this check as one plain torch script")
-    if verdict.repeat:  # on one line, however long, so that it can be pasted
+    if verdict.repeat and verdict.outcome != "different":  # the screen says it of a difference
         lines.append(Line(f"  Repeat:   {verdict.repeat}", Style.LABEL, styled=len("  Repeat:")))
     return lines
 

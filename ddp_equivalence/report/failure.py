@@ -9,7 +9,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.measure import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, missing
-from ddp_equivalence.report.text import Line, paragraph, plural, rank_names
+from ddp_equivalence.report.text import Line, cut, paragraph, plural, rank_names
 
 TRACEBACK_LINES = 30
 CONSEQUENCE_LINES = 3
@@ -120,8 +120,7 @@ _TENSOR_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)
 
 def _first_line(message: str) -> str:
     first = _TENSOR_OPTIONS.sub("", message.splitlines()[0] if message else "")
-    most = MOST_WIDTHS * settings.current().width
-    return first if len(first) <= most else f"{first[:most]}..."
+    return cut(first, MOST_WIDTHS * settings.current().width)
 
 
 # What a user can do about errors on the ranks that many users meet.

@@ -16,7 +16,7 @@ from ddp_equivalence.ranks.gpus import Gpu, Gpus, gpus, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, torchs_precision
 from ddp_equivalence.report.record import versions
-from ddp_equivalence.report.text import plural, rank_names
+from ddp_equivalence.report.text import cut, plural, rank_names
 
 # What this machine has: GPUs, driver, versions, precision, and variables that are set.
 #
@@ -42,11 +42,6 @@ def this_box() -> Box:
     return Box(gpus(), len(cuda_devices()))
 
 
-def box_in_short(box: Box) -> str:
-    """The machine in one line."""
-    return f"{title(box)}; torch {versions()['torch']}"
-
-
 def title(box: Box) -> str:
     """The processors of the machine, such as ``4 x NVIDIA A100, 64 CPU cores``."""
     names = Counter(gpu.name or "unknown GPU" for gpu in box.gpus.gpus)
@@ -57,8 +52,8 @@ def title(box: Box) -> str:
     return f"{', '.join(have)}, {cores} CPU {plural(cores, 'core')}"
 
 
-LONGEST_VALUE = 60
-"""So many characters of a variable's value are shown."""
+LONGEST_VALUE = 63
+"""So many characters of a variable's value are shown: some images set lists of drivers."""
 
 
 def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
@@ -81,13 +76,8 @@ def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
         yield f"  {_allowed(box)}"
     if box.devices:
         yield f"  {_precision()}"
-    variables = [f"{name}={_begin_of(value)}" for name, value in set_variables().items()]
+    variables = [f"{name}={cut(value, LONGEST_VALUE)}" for name, value in set_variables().items()]
     yield f"  Set: {', '.join(variables) or 'no variable of NCCL, CUDA, NVIDIA or torch'}"
-
-
-def _begin_of(value: str) -> str:
-    """A value of a variable, without the end of a long one: some images set lists of drivers."""
-    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
 
 
 def _system() -> str:
@@ -225,11 +215,7 @@ def set_variables(environment: Mapping[str, str] | None = None) -> dict[str, str
     """
     variables = os.environ if environment is None else environment
     return {
-        name: HIDDEN if _is_private(name, value) else value
+        name: HIDDEN if NAMES_OF_HIDDEN.search(name) or HIDDEN_VALUES.search(value) else value
         for name, value in sorted(variables.items())
         if name.startswith(PREFIXES)
     }
-
-
-def _is_private(name: str, value: str) -> bool:
-    return bool(NAMES_OF_HIDDEN.search(name) or HIDDEN_VALUES.search(value))

@@ -29,6 +29,7 @@ from ddp_equivalence.report.text import (
     paragraph,
     plural,
     range_of_ranks,
+    rank_names,
     ranks_by,
     ratio_text,
     shortened,
@@ -114,7 +115,14 @@ def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
     )
     not_finite = sorted({rank for rank, distance in distances if not isfinite(distance)})
     if not_finite:
-        yield f"{_hold(not_finite, comparison)} values that are not finite, or too large to square."
+        losses = [
+            rank
+            for rank, seen in verdict.observed.items()
+            if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
+        ]
+        loss = f"; the loss is not finite on {rank_names(losses)}" if losses else ""
+        held = "values that are not finite, or too large to square"
+        yield f"{_hold(not_finite, comparison)} {held}{loss}."
         return
     multiples = _multiples(comparison)
     if multiples is not None:

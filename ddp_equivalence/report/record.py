@@ -95,11 +95,10 @@ def begin(verdict: Verdict) -> None:
     """Note from now on whether the verdict is read. ``check`` calls this last."""
     if not _watched:
         return
-    frame = sys._getframe(1)  # of the nearest caller that is not in this package
-    package = __name__.partition(".")[0]
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame = frame.f_back
-    reading = Reading(verdict.subject, verdict.outcome, frame.f_code.co_filename, frame.f_lineno)
+    from ddp_equivalence.ranks.users_line import users_place
+
+    file, line, _ = users_place(sys._getframe(1))
+    reading = Reading(verdict.subject, verdict.outcome, file, line)
     _watched[-1].append(Returned(weakref.ref(verdict), reading))
     verdict.__dict__[READING] = reading
 

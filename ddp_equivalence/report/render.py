@@ -59,16 +59,6 @@ if TYPE_CHECKING:
 OUTPUT_LINES = 30
 
 
-def render(verdict: Verdict) -> str:
-    """The report as plain text: of a difference one screen, unless the run asks for everything."""
-    return "".join(f"{line.text}\n" for line in report_lines(verdict))
-
-
-def render_full(verdict: Verdict) -> str:
-    """All that is known, as plain text."""
-    return "".join(f"{line.text}\n" for line in full_lines(verdict))
-
-
 def report_lines(verdict: Verdict) -> list[Line]:
     """The report, line by line: of a difference one screen, unless the run asks for everything."""
     if verdict.outcome == "different" and not settings.current().full_report:

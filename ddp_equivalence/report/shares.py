@@ -278,6 +278,11 @@ def shares_lines(verdict: Verdict) -> list[Line]:
         f"a fit of the {shares.pieces}' gradients on {shares.elements} elements; "
         f"condition number {text_of(shares.condition, '.3g')}; unexplained: {rest}"
     )
+    if unexplained >= ROUNDING and not verdict.causes and not verdict.again.float32_at:
+        text += (
+            ", which may come from statistics that examples share, from other weights or random "
+            "numbers, or from damage on the way"
+        )
     if shares.why_not_examples:
         text += f" (not fitted by example, because {shares.why_not_examples})"
     return labelled("Shares: ", text)

@@ -16,6 +16,7 @@ from textwrap import wrap
 from typing import Any, TextIO, TypeVar
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.digits import text_of
 
 # Text for an output that may lack some of its characters, such as one that is ASCII only.
@@ -153,19 +154,22 @@ def wrapped(text: str, indent: str, first: str | None = None, hang: int = 2) -> 
     )
 
 
-def wrapped_at_most(text: str, indent: str, most: int, width: int) -> list[str]:
+EVERYTHING = 10**9
+
+
+def wrapped_at_most(text: str, indent: str, most: int, width: int, hang: int = 2) -> list[str]:
     """The text in at most so many lines.
 
     Where more would be needed, whole sentences are left out at its end, or clauses, or else words,
     and dots stand for them.
     """
-    lines = wrapped(text, indent)
+    lines = wrapped(text, indent, hang=hang)
     if len(lines) <= most:
         return lines
     for end in ENDS:
         for found in reversed(list(end.finditer(text))):
             kept = text[: found.end()].rstrip()
-            lines = wrapped(kept if kept.endswith(CUT) else f"{kept} {CUT}", indent)
+            lines = wrapped(kept if kept.endswith(CUT) else f"{kept} {CUT}", indent, hang=hang)
             if len(lines) <= most and len(lines[-1]) <= width:
                 return lines
     return [cut(f"{indent}{text}", width)]
@@ -173,12 +177,23 @@ def wrapped_at_most(text: str, indent: str, most: int, width: int) -> list[str]:
 
 # Whether results can be written to a path. It is tried, since permissions alone do not tell.
 
-FILE = "a file in a folder that exists and can be written to"
-FOLDER = "a folder that can be written to, or that can be made"
+
+def require_writable_file(field: str, path: Path | None) -> None:
+    """Raises BadCase if a path is given and no file can be written there."""
+    if path is not None and (reason := _why_no_file(path)):
+        right = "a file in a folder that exists and can be written to"
+        raise BadCase(field, str(path), f"{right}; {reason}")
 
 
-def why_no_file(path: Path) -> str:
-    """Why no file can be written there; "" if one can. An existing file keeps its content."""
+def require_writable_folder(field: str, path: Path | None) -> None:
+    """Raises BadCase if a path is given that is not a writable folder and cannot become one."""
+    if path is not None and (reason := _why_no_folder(path)):
+        right = "a folder that can be written to, or that can be made"
+        raise BadCase(field, str(path), f"{right}; {reason}")
+
+
+def _why_no_file(path: Path) -> str:
+    """The reason; "" if a file can be written there. An existing one keeps its content."""
     folder = path.resolve().parent
     if path.is_dir():
         return "it is a folder"
@@ -198,8 +213,8 @@ def why_no_file(path: Path) -> str:
     return ""
 
 
-def why_no_folder(path: Path) -> str:
-    """Why no files can be written to such a folder, which may not exist yet; "" if they can."""
+def _why_no_folder(path: Path) -> str:
+    """The reason; "" if files can be written to such a folder, which may not exist yet."""
     whole = path.resolve()
     try:
         nearest = next(folder for folder in (whole, *whole.parents) if folder.exists())
@@ -236,19 +251,27 @@ class Line:
 
 def paragraph(text: str, indent: str, hang: int = 2) -> list[Line]:
     """The text in plain lines; none for ""."""
-    return [Line(line) for line in wrapped(text, indent, hang=hang)]
+    return labelled("", text, indent, hang)
 
 
-def labelled(label: str, text: str, indent: str = "  ", hang: int = 2) -> list[Line]:
+def labelled(
+    label: str,
+    text: str,
+    indent: str = "  ",
+    hang: int = 2,
+    most: int = EVERYTHING,
+    width: int = EVERYTHING,
+) -> list[Line]:
     """A paragraph that begins with a label, such as ``Case:``; none without text.
 
-    Spaces at the end of the label are kept.
+    Spaces at the end of the label are kept. It is cut to ``most`` lines; see ``wrapped_at_most``.
     """
     if not text:
         return []
-    first, *more = wrapped(f"{label}{text}", indent, hang=hang)
+    first, *more = wrapped_at_most(f"{label}{text}", indent, most, width, hang)
     styled = len(indent) + len(label.rstrip())
-    return [Line(first, Style.LABEL, styled=styled), *map(Line, more)]
+    head = Line(first, Style.LABEL, styled) if label else Line(first)
+    return [head, *map(Line, more)]
 
 
 # The terminal that a report is printed on: its width, and whether it shows colours.
@@ -274,6 +297,11 @@ def width_of(stream: TextIO | None, otherwise: int) -> int:
     if stream is None or not stream.isatty():
         return otherwise
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+
+
+def plain_text(lines: Iterable[Line], stream: object) -> str:
+    """The text of the lines without colours, which can be printed to the stream."""
+    return encodable("".join(f"{line.text}\n" for line in lines), stream)
 
 
 def painted(lines: Iterable[Line], stream: TextIO) -> str:

@@ -30,7 +30,7 @@ from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.report.record import READING
-from ddp_equivalence.report.text import encodable
+from ddp_equivalence.report.text import plain_text
 
 Outcome = Literal["same", "different", "unknown"]
 
@@ -161,15 +161,15 @@ class Verdict:
     changed: Mapping[int, tuple[str, ...]] = found_out(dict)
 
     def __str__(self) -> str:
-        from ddp_equivalence.report.render import render
+        from ddp_equivalence.report.render import report_lines
 
-        return encodable(render(self), sys.stdout)  # print(verdict) must not fail
+        return plain_text(report_lines(self), sys.stdout)
 
     def full_report(self) -> str:
         """Everything that is known: also the causes that were ruled out, and the evidence."""
-        from ddp_equivalence.report.render import render_full
+        from ddp_equivalence.report.render import full_lines
 
-        return encodable(render_full(self), sys.stdout)
+        return plain_text(full_lines(self), sys.stdout)
 
     def __repr__(self) -> str:
         # Pytest shows the repr of a value that a test returns, and nobody has read it by that.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, SAME
 from ddp_equivalence.commands.explain.explanation import explain, explanation_text
@@ -19,7 +17,6 @@ from ddp_equivalence.commands.explain.setup import (
     Setup,
     setup_like,
 )
-from ddp_equivalence.report.text import width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -113,17 +110,16 @@ def run(arguments: argparse.Namespace) -> int:
     Raises BadCase for a setup that cannot be right.
     """
     explanation = explain(setup_of(arguments))
-    with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
-        print(explanation_text(explanation, arguments.full), end="", flush=True)
-        if not arguments.verify:
-            return SAME
-        from ddp_equivalence.ranks.server import start_early
+    print(explanation_text(explanation, arguments.full), end="", flush=True)
+    if not arguments.verify:
+        return SAME
+    from ddp_equivalence.ranks.server import start_early
 
-        start_early()  # the ranks' server imports torch while this process does
-        from ddp_equivalence.commands.explain.verification import verify
+    start_early()  # the ranks' server imports torch while this process does
+    from ddp_equivalence.commands.explain.verification import verify
 
-        verification = verify(explanation)
-        print(f"\n{verification}", end="")
+    verification = verify(explanation)
+    print(f"\n{verification}", end="")
     return EXIT_CODE_OF_OUTCOME[verification.outcome]
 
 

@@ -17,7 +17,7 @@ from ddp_equivalence.measurement.request import CheckOptions, Request, read_requ
 from ddp_equivalence.measurement.work import Step, is_prepared
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.script.render import render
-from ddp_equivalence.report.text import FOLDER, why_no_folder
+from ddp_equivalence.report.text import require_writable_folder
 
 __all__ = ["command_of", "export", "export_request", "file_name"]
 
@@ -98,8 +98,7 @@ def _check_place(directory: object, name: str) -> None:
     """Raises BadCase if no file of this name can be written to the directory."""
     if not isinstance(directory, str | Path):
         raise BadCase("directory", directory, "a path of a folder")
-    if reason := why_no_folder(Path(directory)):
-        raise BadCase("directory", str(directory), f"{FOLDER}; {reason}")
+    require_writable_folder("directory", Path(directory))
     if "/" in name:
         raise BadCase("name", name, "a file name; the folder is the argument directory")
 

@@ -144,7 +144,7 @@ def test_the_numbers_are_the_only_difference_in_other_cases(changes: dict[str, A
 def test_the_line_that_drew_is_shown_with_its_rank() -> None:
     verdict = check(case("1x2", model=GeneratorOfTheRank), right(squares, on_the_cpu))
     assert verdict.outcome == "same", verdict
-    assert "Rank 0 drew at drawing_models.py:" in told(verdict)
+    assert "Rank 0 drew at tests/diagnosis/names/drawing_models.py:" in told(verdict)
 
 
 class RandomSlopes(Layers):

@@ -116,6 +116,8 @@ def test_it_is_told_on_stderr_with_exit_code_2(
         ("check x.py --steps many", "argument --steps: invalid int value: 'many'"),
         ("check x.py --dtype x", "argument --dtype: invalid choice: 'x' (choose from 'float64',"),
         ("explain --batch 4 x", "unrecognized arguments: x"),
+        ("explain", "the following arguments are required: --batch"),
+        ("explain --batch 4 --accumulation-divided --accumulation-not-divided", "not allowed with"),
         ("record out --no-siute", "unrecognized arguments: --no-siute"),
     ],
 )

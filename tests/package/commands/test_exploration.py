@@ -117,9 +117,10 @@ def test_a_search_stops_after_a_few_cases_that_time_out_and_shows_the_smallest()
         late = value[0] >= 5
         return Judged("failed", exploration.TIMED_OUT, "failed") if late else Judged("same", "")
 
-    space, search = Space((range(20),), lambda value: (value,)), Search[tuple[int]]()
+    space = Space((range(20),), lambda value: (value,))
+    search = Search[tuple[int]](lambda value: "1x2", judge)
     drawn = {(value,): (space, (value,)) for value in (1, 9, 8, 7, 6, 11)}
-    search.try_all(drawn, lambda value: "1x2", judge)
+    search.try_all(drawn)
     assert list(search.judged) == [(1,), (9,), (8,), (7,)]
     assert "3 cases that timed out" in search.stopped
     assert [value for value, _ in search.smallest] == [(5,)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence import BadCase
 from ddp_equivalence.commands.run import _must_run
 from ddp_equivalence.ranks import lanes
 
@@ -35,8 +34,3 @@ def test_ranks_that_cannot_share_are_not_demanded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
     monkeypatch.setattr(lanes, "why_not_shared", lambda ranks, devices: "EXCLUSIVE_PROCESS")
     assert set(_must_run(["gpu"])) == {"nccl", "data_parallel_shared", "gloo_cuda"}
-
-
-def test_a_lane_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(BadCase, match="one of gpu, nccl, nccl_shared"):
-        list(_must_run(["nvlink"]))

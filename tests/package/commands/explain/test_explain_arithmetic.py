@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from math import isclose, sqrt
 from typing import Any
 
 import pytest
-import torch
 
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
 
@@ -69,20 +67,6 @@ def test_a_mean_over_tokens_is_a_multiple_only_where_one_loss_sees_all(
     assert explain(Setup(batch=4, loss="token-mean", **fields)).is_multiple is multiple
 
 
-def test_an_uneven_split_counts_examples_unequally_and_once_on_average() -> None:
-    setup = Setup(batch=5, ranks_per_node=2, parallelism="data-parallel-loss-inside")
-    found = explain(setup)
-    # Means over 3 and 2, averaged: 1/6 and 1/4 of an example's gradient, where 1/5 is right.
-    assert found.shares == ((3, Fraction(5, 6)), (2, Fraction(5, 4)))
-    assert (found.factor, found.is_multiple) == (Fraction(1), False)
-
-
-@pytest.mark.parametrize("batch", [3, 5, 8, 9])
-def test_replicas_get_what_chunk_gives_them(batch: int) -> None:
-    setup = Setup(batch=batch, ranks_per_node=4, parallelism="data-parallel")
-    assert setup.replica_sizes(batch) == list(map(len, torch.zeros(batch).chunk(4)))
-
-
 RATES: list[tuple[dict[str, Any], tuple[str, str, float]]] = [
     ({"known_good": KnownGood.read("2@0.01")}, ("0.0025", "0.02", 0.0025 * sqrt(8))),
     ({"known_good": KnownGood.read("16@0.001", "sum")}, ("0.004", "0.004", 0.004)),
@@ -129,47 +113,6 @@ def test_the_root_rule_for_adam_is_for_betas_that_average_two_gradients(
     by_rule = tuple(1 - Fraction(batch, 4) * (1 - beta) for beta in betas)
     assert rates.betas == (by_rule if reached else betas)
     assert rates.eps == pytest.approx(1e-8 / sqrt(batch / 4))
-
-
-@pytest.mark.parametrize(("divided", "rate"), [(False, "0.005"), (True, "0.01")])
-def test_uneven_replicas_that_are_mended_still_accumulate(divided: bool, rate: str) -> None:
-    # Means over 6, 6 and 4, twice. One mean over the 16 instead, twice: 2 g unless divided by 2.
-    setup = Setup(
-        batch=16,
-        ranks_per_node=3,
-        parallelism="data-parallel-loss-inside",
-        accumulation=2,
-        accumulation_divided=divided,
-        known_good=KnownGood.read("32@0.01"),
-    )
-    found = explain(setup)
-    assert found.mended == explain(replace(setup, parallelism="data-parallel"))
-    assert found.learning_rates is not None
-    assert found.learning_rates.same_step == Fraction(rate)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("4", "4"), ("1/64", "1/64"), ("world-size/8", "1/2"), ("2*world-size*world-size", "32")],
-)
-def test_a_factor_on_the_loss_is_read_exactly(text: str, value: str) -> None:
-    assert Setup(batch=4, ranks_per_node=4, loss_times=text).loss_factor == Fraction(value)
-
-
-# An epoch.
-
-
-@pytest.mark.parametrize(
-    ("examples", "steps", "rest", "last"),
-    [(24, 2, 0, 12), (25, 3, 1, 2), (28, 3, 1, 4), (40, 4, 1, 4)],
-)
-def test_steps_of_an_epoch_with_accumulation(
-    examples: int, steps: int, rest: int, last: int
-) -> None:
-    fields: dict[str, Any] = {"accumulation": 3, "accumulation_divided": True}
-    epoch = Setup(batch=2, ranks_per_node=2, examples=examples, **fields).epoch
-    assert epoch is not None
-    assert (epoch.steps, epoch.rest, epoch.last_step) == (steps, rest, last)
 
 
 @pytest.mark.parametrize(

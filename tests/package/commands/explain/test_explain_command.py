@@ -93,22 +93,6 @@ def test_bad_input_is_named_as_it_was_typed(
     assert errors.splitlines()[1].strip().startswith(says)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "--batch four",
-        "--batch 4 --loss max",
-        "--batch 4 --parallelism fsdp",
-        "--batch 4 --accumulation 2 --accumulation-divided --accumulation-not-divided",
-    ],
-)
-def test_what_is_no_argument_ends_with_two(line: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(line)
-    assert ended.value.code == 2
-
-
 def test_what_ranks_confirm_ends_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--batch 4 --ranks-per-node 2 --loss sum --known-good 8@0.1 --verify") == 0
     assert "gradient, 4 g: the same on every rank (error " in capsys.readouterr().out
