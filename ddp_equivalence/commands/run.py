@@ -52,6 +52,7 @@ def add(commands: Commands) -> None:
         "--must-run",
         action="append",
         default=[],
+        choices=(EVERY_GPU_LANE, *LANES),
         metavar="LANE",
         help="fail unless something was compared on this lane, such as nccl or data_parallel; may "
         f"be repeated. {EVERY_GPU_LANE}: all lanes on GPUs that this machine can run, and at least "
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     """Become pytest, which runs the comparisons. Raises BadCase if the results have no place."""
     require_writable_file("json", arguments.json)
     record = _folder_of_records(arguments.record)
-    rest, must_run = arguments.rest, list(_must_run(arguments.must_run))
+    rest, must_run = arguments.rest, _must_run(arguments.must_run)
     of_pytest = [
         *OPTIONS_OF_SUITE,
         "--ddp-require-comparison",
@@ -104,15 +105,10 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *of_pytest])
 
 
-def _must_run(given: Sequence[str]) -> Iterator[str]:
-    """The lanes that ``--must-run`` requires. Raises BadCase for one that does not exist."""
-    for name in given:
-        if name == EVERY_GPU_LANE:
-            yield from _gpu_lanes()
-        elif name in LANES:
-            yield name
-        else:
-            raise BadCase("must_run", name, f"one of {EVERY_GPU_LANE}, {', '.join(LANES)}")
+def _must_run(given: Sequence[str]) -> list[str]:
+    """The lanes that ``--must-run`` requires."""
+    gpu_lanes = list(_gpu_lanes()) if EVERY_GPU_LANE in given else []
+    return [*gpu_lanes, *(name for name in given if name != EVERY_GPU_LANE)]
 
 
 def _gpu_lanes() -> Iterator[str]:

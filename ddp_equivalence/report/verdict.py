@@ -385,20 +385,18 @@ class WrongStep:
 # The errors that carry a verdict that is not "same".
 
 
-class NotEquivalent(AssertionError):
+class _NotSame(AssertionError):
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(str(verdict))
+
+
+class NotEquivalent(_NotSame):
     """The subject does not compute the gradients of one big batch; ``.verdict`` says how."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        self.verdict = verdict
-        super().__init__(str(verdict))
 
-
-class NothingCompared(AssertionError):
+class NothingCompared(_NotSame):
     """Nothing was compared, so nothing was shown; ``.verdict`` says why."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        self.verdict = verdict
-        super().__init__(str(verdict))
 
 
 # Verdicts that say that nothing was shown, and why.

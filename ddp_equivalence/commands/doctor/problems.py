@@ -21,6 +21,14 @@ LEAST_SHARED_MEMORY = GIB
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the oldest driver for programs that were built with it."""
 
+LOOK_FOR_XID = (
+    "see what `sudo dmesg | grep Xid` says, and then restart the machine; leave the GPU out of "
+    "CUDA_VISIBLE_DEVICES until then"
+)
+MORE_SHARED_MEMORY = (
+    "start the container with --ipc=host, or with --shm-size=1g --ulimit memlock=-1"
+)
+
 SELECTOR = "https://pytorch.org/get-started/locally"
 
 LEAST_FREE = 4 * GIB
@@ -49,7 +57,7 @@ def problems(machine: Machine, states: Sequence[State] = ()) -> Iterator[Problem
         yield Problem(
             f"/dev/shm has {size / 2**20:.0f} MiB: NCCL needs more where GPUs do not reach each "
             "other's memory, and fails to start without",
-            "start the container with --ipc=host, or with --shm-size=1g --ulimit memlock=-1",
+            MORE_SHARED_MEMORY,
         )
     yield from _of_states(machine, states)
     parts: dict[str, list[str]] = {}
@@ -156,11 +164,7 @@ def _of_gpus(gpus: Sequence[Gpu]) -> Iterator[Problem]:
     """The problems of ranks on these GPUs. GPUs with the same problem are named once."""
     for gpu in gpus:
         if gpu.problem:
-            yield Problem(
-                f"NVML says of GPU {gpu.index}: {gpu.problem}",
-                "see what `sudo dmesg | grep Xid` says, and then restart the machine; leave the "
-                "GPU out of CUDA_VISIBLE_DEVICES until then",
-            )
+            yield Problem(f"NVML says of GPU {gpu.index}: {gpu.problem}", LOOK_FOR_XID)
     for name, (what, advice) in MODES.items():
         if of_mode := [gpu for gpu in gpus if name in _modes(gpu)]:
             numbers = [str(gpu.index) for gpu in of_mode]
@@ -286,13 +290,11 @@ REMEDIES = (
     ),
     (
         ("/dev/shm", "shared memory segment"),
-        "NCCL found too little shared memory: start the container with --ipc=host, or with "
-        "--shm-size=1g --ulimit memlock=-1",
+        f"NCCL found too little shared memory: {MORE_SHARED_MEMORY}",
     ),
     (
         ("uncorrectable ECC error", "has fallen off the bus", "GPU is lost"),
-        "the GPU's hardware has failed: see what `sudo dmesg | grep Xid` says, and then restart "
-        "the machine; leave the GPU out of CUDA_VISIBLE_DEVICES until then",
+        f"the GPU's hardware has failed: {LOOK_FOR_XID}",
     ),
     (
         ("CUDA error: unknown error", "CUDA unknown error", "forward compatibility was attempted"),

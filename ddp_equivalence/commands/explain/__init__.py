@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ddp_equivalence.commands.explain.explanation import Explanation, LearningRates, explain
-from ddp_equivalence.commands.explain.setup import KnownGood, Setup, setup_like
+from ddp_equivalence.commands.explain.setup import Epoch, KnownGood, Setup, setup_like
 
 __all__ = [
+    "Epoch",
     "Explanation",
     "KnownGood",
     "LearningRates",

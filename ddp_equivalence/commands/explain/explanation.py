@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import sqrt
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain.setup import SAYS, Setup
 from ddp_equivalence.report.text import plural, wrapped
 
@@ -231,7 +232,12 @@ class Explanation:
 
 
 def explain(setup: Setup) -> Explanation:
-    """Work out what the setup computes."""
+    """Work out what the setup computes.
+
+    Raises BadCase for anything but a Setup. One that cannot be right is refused when it is made.
+    """
+    if not isinstance(setup, Setup):
+        raise BadCase("setup", setup, "a Setup, such as Setup(batch=4)")
     losses = losses_of(setup, [(setup.accumulation, setup.batch)])
     shares = [(one.terms, counts_of(setup, one)) for one in losses]
     counts = {count for _, count in shares}

@@ -50,7 +50,8 @@ LOSS_TIMES = re.compile(rf"([*/]?)({NUMBER}|world-size)", re.ASCII)
 class KnownGood:
     """The effective ``batch`` and ``learning_rate`` that worked on one device.
 
-    ``loss``: the reduction of the loss over that batch. Raises BadCase for a number out of range.
+    ``loss``: the reduction of the loss over that batch. Raises BadCase for a field that cannot be
+    right.
     """
 
     batch: int
@@ -59,9 +60,10 @@ class KnownGood:
 
     def __post_init__(self) -> None:
         check_count("known_good", self.batch, LARGEST)
-        if not Fraction(1, 10**30) <= self.learning_rate <= 10**30:
-            right = "a learning rate from 1e-30 to 1e30"
-            raise BadCase("known_good", float(self.learning_rate), right)
+        rate = self.learning_rate
+        if not isinstance(rate, Fraction) or not Fraction(1, 10**30) <= rate <= 10**30:
+            raise BadCase("known_good", rate, "a learning rate from 1e-30 to 1e30, as a Fraction")
+        check_choice("known_loss", self.loss, ("mean", "sum"))
 
     @classmethod
     def read(cls, text: str, loss: Literal["mean", "sum"] = "mean") -> KnownGood:
@@ -127,6 +129,8 @@ class Setup:
         for field, most in LARGEST_COUNTS.items():
             if field != "examples" or self.examples is not None:
                 check_count(field, getattr(self, field), most)
+        for field, choices in CHOICES.items():
+            check_choice(field, getattr(self, field), choices)
         for field, is_wrong, right in REFUSALS:
             if is_wrong(self):
                 raise BadCase(field, getattr(self, field, "sum"), right.format(setup=self))
@@ -230,7 +234,7 @@ REFUSALS: tuple[tuple[str, Callable[[Setup], object], str], ...] = (
     ),
     (
         "accumulation_divided",
-        lambda one: one.accumulation > 1 and one.accumulation_divided is None,
+        lambda one: one.accumulation > 1 and not isinstance(one.accumulation_divided, bool),
         "say whether each micro-batch's loss is divided by {setup.accumulation} "
         "(--accumulation-divided) or not (--accumulation-not-divided)",
     ),
@@ -241,8 +245,18 @@ REFUSALS: tuple[tuple[str, Callable[[Setup], object], str], ...] = (
     ),
     (
         "betas",
+        lambda one: len(one.betas) != 2 or not all(0 <= beta < 1 for beta in one.betas),
+        "two Fractions from 0, below 1",
+    ),
+    (
+        "betas",
         lambda one: one.betas != ADAM_BETAS and not one.is_adam,
         "left out, unless the optimizer is adam or adamw",
+    ),
+    (
+        "known_good",
+        lambda one: not isinstance(one.known_good, KnownGood | None),
+        "a KnownGood, such as KnownGood.read('16@0.01')",
     ),
     (
         "known_loss",
@@ -254,10 +268,16 @@ REFUSALS: tuple[tuple[str, Callable[[Setup], object], str], ...] = (
 """Field -> when a setup cannot be right, and what would be."""
 
 
-def check_count(field: str, value: int, most: int) -> None:
+def check_count(field: str, value: object, most: int) -> None:
     """Raises BadCase unless ``value`` is a whole number from 1 to ``most``."""
-    if not 1 <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise BadCase(field, value, f"a whole number from 1 to {most}")
+
+
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises BadCase unless ``value`` is one of the choices."""
+    if value not in choices:
+        raise BadCase(field, value, f"one of {', '.join(choices)}")
 
 
 # The trainers that ``--like`` knows, read in the sources of transformers 5.24, Accelerate 1.15 and
@@ -294,8 +314,9 @@ def setup_like(name: str, **given: Any) -> Setup:
     is not given. ``accumulation`` is the trainer's own setting, and ``loss_times`` what the user
     multiplies by beside the trainer.
 
-    Raises BadCase for fields that this trainer cannot have.
+    Raises BadCase for a name that is none, and for fields that this trainer cannot have.
     """
+    check_choice("like", name, tuple(DEFAULTS))
     given = {field: value for field, value in given.items() if value is not None}
     never = {"parallelism": "stands for one process for each GPU (torchrun)"}
     never["accumulation_divided"] = "divides or does not divide by itself"

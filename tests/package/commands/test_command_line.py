@@ -105,18 +105,6 @@ def test_check_tells_same_from_different_from_not_judged(
     assert errors == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "says"),
-    [("", 0, "same"), (":doubled", 1, "sum_not_mean"), (":nothing", 2, "bad input")],
-)
-def test_the_process_ends_with_the_exit_code(
-    user_file: Path, name: str, code: int, says: str
-) -> None:
-    found, text, errors = run("check", f"{user_file}{name}")
-    assert found == code, text + errors
-    assert says in text + errors
-
-
 def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     select = "ddp_sum_hook and mlp and 1x2 and float64"

@@ -310,12 +310,6 @@ def test_the_catalogue_splits_by_lane_marker(no_cuda: None) -> None:
     assert "gloo_fallback]" not in text
 
 
-def test_an_empty_selection_of_the_catalogue_fails(no_cuda: None) -> None:
-    root = Path(__file__).parents[3]
-    code, text = run(root, "tests/equivalence/test_ddp_gathered.py", "-k", "no_such_strategy")
-    assert code == 5, text
-
-
 def test_ranks_end_when_the_run_is_interrupted(their_repository: Path) -> None:
     """Ctrl-C: SIGINT to pytest while its ranks sleep."""
     import signal

@@ -30,7 +30,6 @@ from ddp_equivalence.ranks.gpus import Gpu, Gpus
 from ddp_equivalence.ranks.nccl import Transport
 from ddp_equivalence.report.machine import Box
 from ddp_equivalence.report.text import Style
-from ddp_equivalence.strategies import STRATEGIES, catalogue
 from tests.package.commands.test_command_line import A_FEW, ROOT
 from tests.package.pytest_plugin.test_table import record
 
@@ -98,16 +97,6 @@ def test_the_selection_of_the_suite_has_all_values_and_every_fault_in_any_order(
     assert not {part for test in every for part in re.split(r"[\[\]-]", test)} - parts
     found = (re.search(r"test_a_planted_fault_is_caught_and_named\[(\w+)-", one) for one in tests)
     assert {match[1] for match in found if match} == set(FAULTS)
-
-
-def test_every_pair_of_the_catalogue_is_selected() -> None:
-    trials = [trial for name in STRATEGIES for trial in catalogue.trials(name)]
-    factors = [trial.factors for trial in trials]
-    chosen = [factors[number] for number in covering(factors)]
-    for one, other in combinations(factors[0], 2):
-        pairs = {(of_trial[one], of_trial[other]) for of_trial in factors}
-        assert {(of_trial[one], of_trial[other]) for of_trial in chosen} == pairs
-    assert {of_trial["strategy"] for of_trial in chosen} == set(STRATEGIES)
 
 
 @pytest.mark.usefixtures("no_cuda")

@@ -81,31 +81,22 @@ def test_what_nobody_could_say_of_the_gpus_is_not_run(lines_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "code"),
+    ("outcomes", "code", "says"),
     [
-        ([], 0),
-        ([Outcome.WORKS, Outcome.NOT_RUN], 0),
-        ([Outcome.WORKS, Outcome.FAILED], 3),
-        ([Outcome.FAILED, Outcome.WRONG], 1),
+        ([], 0, "0 of 0 parts gave right answers"),
+        ([Outcome.WORKS], 0, "1 of 1 part gave right answers"),
+        ([Outcome.WORKS, Outcome.NOT_RUN], 0, "1 of 2 parts gave right answers; the others could"),
+        ([Outcome.WORKS, Outcome.FAILED], 3, "1 of 2 parts gave no answer, though they should"),
+        ([Outcome.FAILED, Outcome.WRONG], 1, "1 of 2 parts gave WRONG answers"),
     ],
 )
-def test_the_exit_code(outcomes: list[Outcome], code: int) -> None:
-    assert exit_code([State("part", outcome, "") for outcome in outcomes]) == code
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "says"),
-    [
-        ([Outcome.WORKS], "1 of 1 part gave right answers (exit code 0)"),
-        ([Outcome.WORKS, Outcome.NOT_RUN], "1 of 2 parts gave right answers; the others could not"),
-        ([Outcome.WORKS, Outcome.FAILED], "1 of 2 parts gave no answer, though they should work"),
-        ([Outcome.WRONG, Outcome.FAILED], "1 of 2 parts gave WRONG answers"),
-    ],
-)
-def test_the_last_line_is_the_result(outcomes: list[Outcome], says: str) -> None:
+def test_the_last_line_is_the_result_and_the_exit_code(
+    outcomes: list[Outcome], code: int, says: str
+) -> None:
     states = [State("part", outcome, "") for outcome in outcomes]
+    assert exit_code(states) == code
     assert says in closing_line(states)
-    assert f"(exit code {exit_code(states)})" in closing_line(states)
+    assert f"(exit code {code})" in closing_line(states)
 
 
 # The nodes that NCCL counts of two ranks on two simulated nodes. The count is given.

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.explain import KnownGood, Setup, explain, setup_like
 
 TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2}
 DIVIDED = {"accumulation": 3, "accumulation_divided": True}
@@ -120,3 +121,26 @@ def test_the_root_rule_for_adam_is_for_betas_that_average_two_gradients(
 )
 def test_a_known_good_is_read_exactly(text: str, rate: str) -> None:
     assert KnownGood.read(text).learning_rate == Fraction(rate)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "right"),
+    [
+        ({"batch": True}, "batch", "a whole number from 1"),
+        ({"known_good": "16@0.01"}, "known_good", "a KnownGood, such as KnownGood.read('16@0.01')"),
+        ({"loss": "median"}, "loss", "one of mean, sum, token-mean"),
+        ({"parallelism": "fsdp"}, "parallelism", "one of ddp, data-parallel"),
+        ({"optimizer": "lion"}, "optimizer", "one of sgd, adam"),
+        ({"betas": (Fraction(9, 10),)}, "betas", "two Fractions from 0, below 1"),
+        ({"like": "fairseq"}, "like", "one of hf-trainer, accelerate"),
+        ({"like": "nanogpt", "accumulation": "many"}, "accumulation", "a whole number from 1"),
+    ],
+)
+def test_python_is_told_what_no_option_of_the_command_can_be(
+    fields: dict[str, Any], field: str, right: str
+) -> None:
+    given = {"batch": 4, **fields}
+    with pytest.raises(BadCase) as refused:
+        setup_like(given.pop("like"), **given) if "like" in given else Setup(**given)
+    assert refused.value.field == field
+    assert right in refused.value.right
