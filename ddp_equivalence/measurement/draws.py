@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -36,6 +36,9 @@ MOST_BYTES = 48 * 1024**2
 
 RANDOM = torch.Tag.nondeterministic_seeded
 
+_WITHOUT_A_DRAW = ("empty_like", "native_dropout_backward")
+"""Operations with torch's tag for those that draw, which draw nothing."""
+
 KEPT = "bernoulli"
 """The name of every draw of zeros and ones. A GPU draws the mask of dropout by another operation
 than the CPU, which means the same.
@@ -64,6 +67,22 @@ class Draw:
     piece: int = 0
 
 
+def draws_numbers(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if an operation draws random numbers. An attention without dropout does not."""
+    if RANDOM not in function.tags or _name_of(function) in _WITHOUT_A_DRAW:
+        return False
+    given = {one.name: one.default_value for one in function._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | dict(kwargs)
+    of_dropout = "p" if "dropout" in _name_of(function) else ""
+    probability = next((given[n] for n in ("dropout_p", "dropout", of_dropout) if n in given), 1.0)
+    return float(probability or 0.0) > 0.0 and given.get("train") is not False
+
+
+def _name_of(function: Any) -> str:
+    name: str = function.name().partition("::")[2].partition(".")[0]
+    return name
+
+
 class _Draws(TorchDispatchMode):
     """Sees every draw inside the block."""
 
@@ -87,8 +106,8 @@ class _Draws(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if RANDOM in function.tags:
-            name = function.name().partition("::")[2].partition(".")[0]
+        if draws_numbers(function, args, kwargs or {}):
+            name = _name_of(function)
             try:
                 if name in _DROPOUT_OPERATIONS:
                     self._drew(KEPT, result[1])

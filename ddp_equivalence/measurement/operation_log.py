@@ -21,6 +21,7 @@ from ddp_equivalence.measurement.calls import (
     lines_of,
     plain,
 )
+from ddp_equivalence.measurement.draws import draws_numbers
 from ddp_equivalence.measurement.observer import backward_on_calling_thread
 from ddp_equivalence.ranks.users_line import users_line
 
@@ -30,9 +31,9 @@ from ddp_equivalence.ranks.users_line import users_line
 # first operation whose result one rank does not have shows where they part. Source:
 # pytorch.org/docs/stable/notes/extending.html, "Extending all torch API with Modes".
 
-MOST_OPERATIONS = 4_000
+MOST_OPERATIONS = 20_000
 MOST_ELEMENTS = 100_000
-MOST_BYTES = 48 * 1024**2
+MOST_BYTES = 256 * 1024**2
 """A step with more operations, larger tensors or more values is not recorded to its end."""
 
 MOST_KEPT = 2 * 1024**3
@@ -49,8 +50,6 @@ UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_str
 
 SCALING = ("mul", "mul_", "div", "div_")
 """Operations that may multiply or divide by a number of Python."""
-
-RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class OperationLog(TorchDispatchMode):
@@ -112,7 +111,8 @@ class OperationLog(TorchDispatchMode):
         if self._complete:
             try:
                 numbers = _numbers(function, args)
-                self._record(function, given, read, writers, result, numbers, flags)
+                draws = draws_numbers(function, args, kwargs or {})
+                self._record(function, given, read, writers, result, numbers, flags, draws)
             except NotPlain:
                 self._end()
         return result
@@ -131,6 +131,7 @@ class OperationLog(TorchDispatchMode):
         result: Any,
         numbers: tuple[float, ...],
         flags: list[tuple[bool, bool]],
+        draws: bool,
     ) -> None:
         name = _name_of(function)
         talks = function.namespace in COLLECTIVES
@@ -155,7 +156,7 @@ class OperationLog(TorchDispatchMode):
                 returned=left,
                 writers=writers,
                 talks=talks,
-                draws=RANDOM in function.tags,
+                draws=draws,
                 differentiable=any(required for required, _ in flags),
                 in_backward=torch._C._current_graph_task_id() != -1,
                 numbers=numbers,

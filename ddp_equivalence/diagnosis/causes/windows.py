@@ -375,11 +375,28 @@ def _race(view: View) -> Indication | None:
     if sharded_names(view):
         because = "fully_shard reduces during backward and waits; a second run left the same bits"
         return Indication(False, because)
+    if _only_own_methods_talk(view):
+        because = "only backward methods of the step's own exchanged tensors while backward ran"
+        return Indication(False, because)
     return indication_if(
         _collectives_ran_inside_backward(view),
         "collectives were issued while backward was running, and not by DistributedDataParallel",
         "no collective was issued while backward was running",
     )
+
+
+def _only_own_methods_talk(view: View) -> bool:
+    """True if all collectives inside backward stand in backward methods of the user's own, which
+    send gradients of activations, as tensor parallelism does.
+    """
+    own = {
+        (one.line.file, one.line.function)
+        for seen in view.observed.by_rank.values()
+        for one in seen.own_backwards
+    }
+    inside = view.observed.calls.places(Kind.COLLECTIVE, where=lambda call: call.in_backward)
+    lines = [place.line for place in inside if place.line is not None]
+    return bool(lines) and all((one.file, one.function) in own for one in lines)
 
 
 def _collectives_ran_inside_backward(view: View) -> bool | None:

@@ -431,6 +431,8 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Origin]:
         if place is None:
             continue
         for expression in _iterables(place, line.number):
+            if isinstance(expression, ast.Call) and called_name(expression) == "range":
+                return []  # it counts, and goes through nothing that was made
             return made_of(run, Origin(place, expression), way[number + 1 :])
     return []
 
@@ -495,16 +497,29 @@ def _setters(
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not one.fills]
             if len({one.line for one in given}) == 1:
-                yield "sets", node.attr, given[0].line
+                first = _handed_on(origins, given[0])
+                verb = "sets" if first is given[0] else "passes"
+                yield verb, node.attr, first.line
     for node in [] if only_attributes else read:
         if isinstance(node, ast.Name):
             given = origins.of(Origin(place, node))
             own = [one for one in given if one.place.function is place.function]
             before = [one for one in own if one.line.number < line.number and not _seeds(one)]
             if before:
-                yield "sets", node.id, max(before, key=lambda one: one.line.number).line
+                last = max(before, key=lambda one: one.line.number)
+                yield "adds to" if last.fills else "sets", node.id, last.line
             elif len(given) == 1 and not own and given[0].place.function is not None:
                 yield "passes", node.id, given[0].line
+
+
+def _handed_on(origins: Origins, one: Origin) -> Origin:
+    """What a caller passed, where an attribute is set to an argument of its function."""
+    if not isinstance(one.expression, ast.Name) or one.place.function is None:
+        return one
+    if one.expression.id not in arguments_of(one.place.function):
+        return one
+    given = origins.of(one)
+    return given[0] if len({other.line for other in given}) == 1 else one
 
 
 def _seeds(one: Origin) -> bool:

@@ -70,9 +70,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
-    in_groups = (
-        fault_of_non_members(view) or fault_of_small_groups(view) or fault_of_separate_groups(view)
-    )
+    in_groups = fault_of_non_members(view) or fault_of_small_groups(view)
     if in_groups is not None:
         return _in_step(view, in_groups)
     pieces = pieces_of(view)
@@ -122,12 +120,14 @@ def _in_step(view: View, found: Whereabouts) -> Whereabouts:
 
 
 def _find(view: View, pieces: Pieces) -> Whereabouts:
-    total = pieces.own.sum(0)
+    view, total = pieces.view, pieces.own.sum(0)
     weight = pieces.factor_between(pieces.view.expected, total)
     uniform = _uniform_weight(pieces, total)
     if weight is not None and uniform is None:
-        return _reduction(pieces, weight) or not_seen(
-            "the reduction is wrong, and no call showed which line makes it so"
+        return (
+            fault_of_separate_groups(view)
+            or _reduction(pieces, weight)
+            or not_seen("the reduction is wrong, and no call showed which line makes it so")
         )
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)

@@ -47,11 +47,14 @@ FIRST_OTHER = (
     "it returns does."
 )
 
-ONLY_RANKS_RUN = "One rank does not run the marked line, and after it values are others."
+ONLY_RANKS_RUN = (
+    "The run on one rank does nothing of this kind at the marked line, and after it values are "
+    "others."
+)
 
 ROUNDING = 1e-6
 
-ONLY_RANKS = "one rank does not run it; from here on the values are others"
+ONLY_RANKS = "not in the run on one rank; from here on the values are others"
 
 PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
@@ -286,7 +289,7 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):
-        return f"{name}: no part of what one rank has here"
+        return f"{name}: not each rank's own part of what one rank has here"
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))

@@ -109,6 +109,8 @@ def fault_of_own_gradient(
     whole += _which_piece(pieces, wrong)
     names = _names(pieces, one)
     headline, sentence, lines = _from_where(pieces, wrong, names)
+    about = who if len(ranks) in (1, view.world_size) else f"{len(ranks)} ranks"
+    about = f"rank {one.piece.rank}" if headline == one.losses else about
     only_there = lines_only_on(view.observed.by_rank, ranks)
     changed = changes_before(view.observed.by_rank[one.piece.rank], one.piece.call)
     of_loss = [_loss_line(one), _backward_line(one)]
@@ -117,8 +119,7 @@ def fault_of_own_gradient(
     return Whereabouts(
         kind="own gradient",
         shows_later=not marked,
-        headline=f"{who if len(ranks) in (1, view.world_size) else f'{len(ranks)} ranks'}: "
-        f"{headline}",
+        headline=f"{about}: {headline}",
         sentence=f"On rank {one.piece.rank}, {one.losses}. {sentence}{whole}",
         lines=distinct([*shown, *of_loss]),
         parameters=names,

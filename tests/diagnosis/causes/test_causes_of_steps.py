@@ -243,6 +243,64 @@ def of_labels(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["rows"]), batch["labels"], ignore_index=-100)
 
 
+# Ranks that hold other parts of the model, in which nothing is divided wrongly or reduced early.
+
+
+def half_of_the_layers(model: Any, batch: Batch, rank: Rank) -> None:
+    """Each rank of a node has a layer, each node half of the rows; one weight has a penalty."""
+    rows = {name: leaf.chunk(rank.nodes)[rank.node] for name, leaf in batch.items()}
+    value = loss(model, rows) + sum(one.sum() for one in model[0].parameters())
+    value.backward(inputs=list(model[2 * rank.local_rank].parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.nodes
+
+
+class SummedOnTheWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SummedOnTheWayOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def gated(model: Any, batch: Batch, units: slice = slice(None), sends: Any = None) -> Tensor:
+    """A gate of units, each times its value: of all, or of those that a rank computes."""
+    hidden = torch.tanh(model[0](batch["rows"]))
+    shared = hidden if sends is None else sends(hidden)
+    gate = F.linear(shared, model[2].weight[units]).sigmoid()
+    part = (gate * F.linear(hidden, model[2].weight[units])).sum(1)
+    total = part if sends is None else SummedOnTheWayOn.apply(part)  # type: ignore[no-untyped-call]
+    return (total - batch["targets"][:, 0]).square().mean()
+
+
+def units_of_each_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
+    """The values of a gate are made of what is not summed on the way back."""
+    units = slice(rank, rank + 1)  # of three units, so that the last rank has none
+    gated(model, batch, units, SummedOnTheWayBack.apply).backward()
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if name == "2.weight":
+            dist.all_reduce(parameter.grad)
+
+
 # Accumulation windows that are divided by the length of a longer one.
 
 FULL_WINDOW = 4
@@ -363,6 +421,12 @@ def test_steps_that_are_alike_are_told_apart(case: Any, step: Any, causes: set[s
         (case_of(loss=mean_of_valid), under_ddp(mean_of_valid), STATISTIC),
         (case_of(loss=of_two_means), under_ddp(of_two_means), STATISTIC),
         (case_of(loss=noisy), not_averaged(noisy), STATISTIC),
+        (OWN, half_of_the_layers, "divided_by_local_world_size"),
+        (
+            case_of(loss=gated, shards="own"),
+            units_of_each_rank,
+            "reduced_before_backward_finished",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

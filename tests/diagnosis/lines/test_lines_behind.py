@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.diagnosis.lines.origins import lines_behind
+from ddp_equivalence.diagnosis.lines.origins import gone_through, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines
 from ddp_equivalence.measurement.calls import CodeLine
 
@@ -22,6 +22,24 @@ class Pool:
         if not parts:
             parts = []
         return join(parts)
+
+
+class Cache:
+    def __init__(self, kept, first):
+        self.first = first
+        self.unsorted = []
+
+    def taken(self, kept):
+        self.unsorted.append(kept)
+        return kept[self.first :]
+
+
+def cached(kept, rank):
+    cache = Cache(kept, first=2 * rank)
+    losses = []
+    for one in range(len(kept)):
+        losses.append(counted(one))
+    return sum(losses)
 
 
 def counted(batch):
@@ -80,6 +98,8 @@ def function_at(number: int) -> str:
         ("return value", ["value = total / count", "count = counted(batch)"]),
         ("parts[self.slot] = own", ["self.slot = rank.local_rank", "parts = [None] * 4"]),
         ("factor = 2", []),
+        ("return kept[self.first :]", ["cache = Cache(kept, first=2 * rank)"]),
+        ("return sum(losses)", ["losses.append(counted(one))", "losses = []"]),
     ],
 )
 def test_the_nearest_lines_behind_come_first(
@@ -96,6 +116,22 @@ def test_a_note_says_which_line_reads_what(ran: tuple[str, RunLines]) -> None:
     number = number_of("parts[self.slot] = own")
     first, *_ = lines_behind(run, CodeLine(file, number, "collect"), most=1)
     assert first.note == f"sets slot, which line {number} reads"
+
+
+def test_a_note_says_that_a_value_is_added_to_and_not_that_it_is_set(
+    ran: tuple[str, RunLines],
+) -> None:
+    file, run = ran
+    number = number_of("return sum(losses)")
+    notes = [one.note for one in lines_behind(run, CodeLine(file, number, "cached"), most=3)]
+    assert notes[0] == f"adds to losses, which line {number} reads"
+    assert not any(note.startswith("returns") for note in notes)
+
+
+def test_a_loop_over_numbers_goes_through_nothing_that_was_made(ran: tuple[str, RunLines]) -> None:
+    file, run = ran
+    line = CodeLine(file, number_of("losses.append(counted(one))"), "cached")
+    assert gone_through(run, [line]) == []
 
 
 def test_variables_of_the_same_function_may_be_left_out(ran: tuple[str, RunLines]) -> None:
