@@ -559,14 +559,17 @@ class Expected:
         ``autocast``: the dtype of the autocast region in which the forward pass runs, if any.
         """
         if autocast not in self._rounding:
-            self._rounding[autocast] = measure_rounding(self.reference, self.batches(), autocast)
+            self._rounding[autocast] = self.measure(autocast)
         return self._rounding[autocast]
 
     def rounding_of_more_runs(self, autocast: torch.dtype | None = None) -> Rounding:
         """Measured where the comparison fails by so little that rounding may be the reason."""
         if autocast not in self._of_more_runs:
-            rounding = self.rounding_under(autocast)
-            self._of_more_runs[autocast] = measure_more(
-                self.reference, rounding, self.batches(), autocast
-            )
+            self._of_more_runs[autocast] = self.measure(autocast, more=True)
         return self._of_more_runs[autocast]
+
+    def measure(self, autocast: torch.dtype | None, more: bool = False) -> Rounding:
+        """Measure the rounding of a few runs; or of further ones too."""
+        if not more:
+            return measure_rounding(self.reference, self.batches(), autocast)
+        return measure_more(self.reference, self.rounding_under(autocast), self.batches(), autocast)

@@ -7,7 +7,8 @@ So the comparison and the diagnosis of ``check`` need to know nothing of scripts
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -20,27 +21,37 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.gradients import digest
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis.analysis import Analysis
-from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.draws import ReferenceDraws
-from ddp_equivalence.diagnosis.localisation import Localisation
+from ddp_equivalence.diagnosis.localisation import Localisation, one_rank_shows_more
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.view import View, with_measurement
+from ddp_equivalence.diagnosis.where.divergence import (
+    COARSEST,
+    BesideOneRank,
+    divergences,
+    logs_of,
+    past_autograd,
+)
+from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.where.relations import Sharing
 from ddp_equivalence.measurement.calls import Operations
+from ddp_equivalence.measurement.measure import OneRank
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
 from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
-from ddp_equivalence.observed_scripts.record import Record, Row
-from ddp_equivalence.observed_scripts.recorded_step import (
+from ddp_equivalence.observed_scripts.queries import OF_RECORD, LookAt, State
+from ddp_equivalence.observed_scripts.record import (
     BEFORE_CLIP,
     OWN,
     GradientKind,
+    Record,
+    Row,
     Step,
     rank_folder,
     read_whole,
 )
 from ddp_equivalence.observed_scripts.rows import Part, joined
-from ddp_equivalence.observed_scripts.told import OF_RECORD, LookAt, State
 from ddp_equivalence.report.verdict import Verdict
 
 MOST_LABELS = 1 << 20
@@ -267,39 +278,39 @@ def rounding_of(gradients: Gradients) -> float:
 def distance(terms: Sequence[tuple[float, Gradients]]) -> float:
     """The norm of the weighted sum, relative to that of the first term."""
     square = norm = 0.0
-    for name in dict.fromkeys(name for _, gradients in terms for name in gradients):
-        weighted = [
-            weight * one.double() for weight, of in terms if (one := of.get(name)) is not None
-        ]
-        if weighted:
-            square += float(torch.stack(weighted).sum(0).square().sum())
-        first = terms[0][1].get(name)
-        norm += 0.0 if first is None else float(first.double().square().sum())
+    for tensors in _in_float64([one for _, one in terms]):
+        weighted = [weight * one for (weight, _), one in zip(terms, tensors, strict=True)]
+        square += float(torch.stack(weighted).sum(0).square().sum())
+        norm += float(tensors[0].square().sum())
     return float((square / norm) ** 0.5) if norm else float(square > 0)
+
+
+def nearly_equal(one: Gradients, other: Gradients) -> bool:
+    """True if the two are equal up to rounding."""
+    return distance([(1.0, one), (-1.0, other)]) <= rounding_of(one)
 
 
 def left_over(together: Gradients, parts: Sequence[Gradients]) -> float:
     """The part that no mixture explains, relative to the norm of the whole; 1 if that is zero,
     which shows nothing.
     """
-    all_of_them = [together, *parts]
-    products = torch.zeros(len(all_of_them), len(all_of_them), dtype=torch.float64)
-    for name in dict.fromkeys(name for one in all_of_them for name in one):
-        gradients = [one.get(name) for one in all_of_them]
-        shape = next((one.shape for one in gradients if one is not None), None)
-        if shape is None:
-            continue
-        rows = torch.stack(
-            [
-                torch.zeros(shape, dtype=torch.float64) if one is None else one.double()
-                for one in gradients
-            ]
-        ).reshape(len(gradients), -1)
+    products = torch.zeros(len(parts) + 1, len(parts) + 1, dtype=torch.float64)
+    for tensors in _in_float64([together, *parts]):
+        rows = torch.stack(tensors).reshape(len(tensors), -1)
         products += rows @ rows.T
     of_parts, with_whole = products[1:, 1:], products[1:, 0]
     weights = torch.linalg.lstsq(of_parts, with_whole.unsqueeze(1)).solution.squeeze(1)
     left = products[0, 0] - 2 * weights @ with_whole + weights @ of_parts @ weights
     return float((left.clamp(min=0) / products[0, 0]).sqrt()) if products[0, 0] > 0 else 1.0
+
+
+def _in_float64(several: Sequence[Gradients]) -> Iterator[list[Tensor]]:
+    """For each parameter, its gradient in all of them; zero where it has none."""
+    for name in dict.fromkeys(name for one in several for name in one):
+        found = [one.get(name) for one in several]
+        if any(one is not None for one in found):
+            like = next(one for one in found if one is not None).double()
+            yield [torch.zeros_like(like) if one is None else one.double() for one in found]
 
 
 def holds_the_mean_of_own(step: ObservedStep, more: GradientKind | None = None) -> bool:
@@ -321,17 +332,28 @@ MARKED = "> marks where the ranks part from one process that has all rows."
 class AnalysisOfScript(Analysis):
     """An analysis of a step that no rank can run again, since it is a part of a script.
 
-    ``kind``: which gradients are compared.
+    ``kind``: which gradients are compared. ``second``: the second run, set before it is asked for.
     """
 
-    def __init__(self, request: Request, expected: Expected, kind: GradientKind) -> None:
+    def __init__(
+        self, request: Request, expected: Expected, step: ObservedStep, kind: GradientKind
+    ) -> None:
         super().__init__(request, expected)
-        self.kind = kind
+        self.step, self.kind, self.second = step, kind, SecondRun()
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """All explanations of the difference, best first."""
-        return self.explanations
+    def beside(self) -> BesideOneRank | None:
+        """What the ranks did otherwise than one process that has all rows."""
+        view, best = self.view, self.explanations[0] if self.explanations else None
+        believed = best if best is not None and best.accepted else None
+        if view is None or not self.second.operations or not one_rank_shows_more(believed):
+            return None
+        largest = float(view.expected.abs().max())
+        with suppress(CannotReplay):
+            return unless_it_fails(
+                lambda: _beside(self.step, self.second, largest), lambda why: None
+            )
+        return None
 
     @property
     def order_matters(self) -> bool:
@@ -363,6 +385,30 @@ class AnalysisOfScript(Analysis):
         view, other_bits = self._view_of_step(0), self.repeated is False
         seen = view and with_measurement(view, self.measurement, self.observed, 0, other_bits)
         return seen and replace(seen, factor_on_one_rank=lambda: 1.0)
+
+
+def _beside(step: ObservedStep, second: SecondRun, largest: float) -> BesideOneRank | None:
+    """``largest``: element of the gradient of all rows. Raises CannotReplay."""
+    oracle, by_rank = step.oracle, second.operations
+    if oracle is None or len(by_rank) < step.record.world_size:
+        return None
+    alone = oracle.logged(step.group, step.rows, second.module)
+    if alone is None or not all(one.complete for one in (alone, *by_rank.values())):
+        return None
+    dtypes = {value.dtype for value in alone.values if value.is_floating_point} or {"float64"}
+    eps = max(torch.finfo(getattr(torch, name)).eps for name in dtypes)
+    order = oracle.order_of(step.group, step.rows)
+    if eps > COARSEST or sorted(order) != sorted(range(len(step.rows))):
+        return None  # some rows are in several micro-batches
+    place = {row: number for number, row in enumerate(order)}
+    rows = tuple(tuple(place[row] for row in of_rank) for of_rank in step.rows_by_rank)
+    logs = logs_of(OneRank(by_rank, alone), Sharing(rows, len(order), eps, largest))
+    return BesideOneRank(
+        is_right_alone=True,
+        factor_alone=1.0,
+        divergences=divergences(logs),
+        past_autograd=past_autograd(logs),
+    )
 
 
 # The step that was wrong, as the ranks make it once more and are watched line by line.

@@ -24,27 +24,16 @@ from ddp_equivalence.comparison.rounding import (
     noise_of,
     relative_noise,
 )
-from ddp_equivalence.comparison.tolerance import Tolerance
+from ddp_equivalence.comparison.tolerance import Noise, Tolerance
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
 from ddp_equivalence.diagnosis.diagnose import Finding
-from ddp_equivalence.diagnosis.localisation import findings_beside_one_rank, one_rank_shows_more
 from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_state
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.where.divergence import (
-    COARSEST,
-    BesideOneRank,
-    divergences,
-    logs_of,
-    past_autograd,
-)
-from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_of_divergences
-from ddp_equivalence.diagnosis.where.relations import Sharing
-from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, Operations
-from ddp_equivalence.measurement.measure import Measurement, OneRank, autocast_of, finished
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+from ddp_equivalence.measurement.measure import Measurement, autocast_of, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence
@@ -56,7 +45,6 @@ from ddp_equivalence.observed_scripts.as_case import (
     as_case,
 )
 from ddp_equivalence.observed_scripts.not_comparable import (
-    against_an_idle_plant,
     against_the_names,
     draws_otherwise,
     padded_by_guess,
@@ -65,12 +53,14 @@ from ddp_equivalence.observed_scripts.not_comparable import (
     wrong_though_averaged,
 )
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-from ddp_equivalence.observed_scripts.recorded_step import BEFORE_CLIP, HELD, GradientKind
+from ddp_equivalence.observed_scripts.queries import OF_RECORD, RowOrder, State
+from ddp_equivalence.observed_scripts.record import BEFORE_CLIP, HELD, GradientKind
 from ddp_equivalence.observed_scripts.seen_in_record import (
     OF_BATCH_NORM,
     SAME_DATA,
     clipped_otherwise,
     faults_seen,
+    is_equal,
     line_of_buffer,
     lines_at,
     micro_batches_added_up,
@@ -79,7 +69,6 @@ from ddp_equivalence.observed_scripts.seen_in_record import (
     stale_gradients,
     tensors_differ_between_ranks,
 )
-from ddp_equivalence.observed_scripts.told import OF_RECORD, RowOrder, State
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.reference import Reference, big_batch
@@ -108,8 +97,10 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
             last = replace(last, subject=subject, outcome="different", analysis=None)
             return replace(last, cause=parted[0].cause, findings=parted)
     verdict = _with_draws_in_order(script, step, kind)
-    if (why := against_an_idle_plant(step)) is not None:
-        return unknown(verdict, why)
+    evidence, layout = verdict.evidence, verdict.case.ranks
+    idle = evidence and vacuity.against_an_idle_plant(evidence, script.plant, layout)
+    if idle:
+        return unknown(verdict, idle)
     faults = tuple(faults_seen(step))
     if verdict.outcome == "different" and not faults:
         guessed = padded_by_guess(step)
@@ -210,7 +201,7 @@ def _compared(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict
     if (why := vacuity.against_the_reference(reference)) is not None:
         return unknown(verdict, why)
     expected = ExpectedOfScript(reference, step, kind)
-    analysis = AnalysisOfScript(request, expected, kind)
+    analysis = AnalysisOfScript(request, expected, step, kind)
     slow = step.record.is_cut_short(step.group)
     seconds = script.seconds * (EPOCHS_TAKE if slow else 1)
     analysis.time = TimeLeft(seconds, seconds)
@@ -235,6 +226,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         held = {r: step.gradients(r, analysis.kind) for r in step.ranks}
         seen = observations(step, analysis.sample_of_step(0), held)
         second = replace(second, observations=seen)
+    analysis.second = second
     analysis.observed = seen = dict(second.observations)
     findings = analysis.findings
     if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
@@ -250,8 +242,10 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         why = unfaithful(step, second) or draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)
-    findings = with_one_process(step, analysis, findings, second)
-    best = findings[0] if findings and findings[0].accepted else None
+    if best is not None and best.cause == not_comparable.NAME and analysis.view is not None:
+        beside = analysis.beside
+        lines = () if beside is None else lines_of_divergences(beside.divergences, analysis.view)
+        findings = (replace(best, lines=lines or best.lines), *findings[1:])
     return replace(
         verdict,
         observed=seen,
@@ -273,7 +267,8 @@ class Script:
     """``name``: as reports call the script. ``float64``: it was observed in float64.
 
     ``on_cpu``: its CUDA devices were the CPU. ``steps``: how many were recorded. ``repeat``: the
-    command that observes it again. ``seconds``: what explaining a difference may take.
+    command that observes it again. ``seconds``: what explaining a difference may take. ``plant``:
+    the name of the fault that is planted in its ranks.
     """
 
     name: str
@@ -283,6 +278,7 @@ class Script:
     steps: int = 1
     repeat: str = ""
     seconds: float = SECONDS_TO_EXPLAIN
+    plant: str = ""
 
     @property
     def lane(self) -> Lane:
@@ -350,6 +346,7 @@ def _evidence(
         collectives=None,
         device="cpu",
         gradients=describe(gradients),
+        planted=step.of_rank(rank).planted,
         autocast=frozenset(("cpu", AUTOCAST[name]) for name in entered if name in AUTOCAST),
     )
 
@@ -375,18 +372,6 @@ class ExpectedOfScript(Expected):
         super().__init__(reference)
         self._step, self._kind = step, kind
 
-    def rounding_under(self, autocast: torch.dtype | None) -> Rounding:
-        """With the ranks in reverse order, and without random numbers each rank's rows too."""
-        if autocast not in self._rounding:
-            self._rounding[autocast] = self._measured(self._orders()[:2], autocast)
-        return self._rounding[autocast]
-
-    def rounding_of_more_runs(self, autocast: torch.dtype | None = None) -> Rounding:
-        """In further orders."""
-        if autocast not in self._of_more_runs:
-            self._of_more_runs[autocast] = self._measured(self._orders(), autocast)
-        return self._of_more_runs[autocast]
-
     def _orders(self) -> list[tuple[int, ...]]:
         by_rank = self._step.rows_by_rank
         ranks = len(by_rank)
@@ -401,15 +386,15 @@ class ExpectedOfScript(Expected):
             orders.insert(0, self._step.everything[::-1])
         return orders
 
-    def _measured(
-        self, orders: list[tuple[int, ...]], autocast: torch.dtype | None = None
-    ) -> Rounding:
+    def measure(self, autocast: torch.dtype | None, more: bool = False) -> Rounding:
+        """With the ranks in reverse order, and without random numbers each rank's rows too; or in
+        further orders.
+        """
         truth = self.reference.expected
         dtypes = [self.reference.lowest_dtype, *([] if autocast is None else [autocast])]
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        noise: dict[tuple[int, str], object] = {}
-        order_matters = False
-        for nudge, order in enumerate(orders, start=1):
+        noise, order_matters = dict.fromkeys(truth, Noise()), False
+        for nudge, order in enumerate(self._orders()[: None if more else 2], start=1):
             try:
                 answer = self._step.answer(order, nudge)
             except CannotReplay:
@@ -424,9 +409,9 @@ class ExpectedOfScript(Expected):
             largest = LARGEST_IN_FLOAT64 if in_float64 else max(LARGEST, OF_ORDER * eps)
             if relative_noise(truth, of_order) > largest:
                 order_matters = True
-                continue
-            noise = larger_noise(noise, of_order) if noise else of_order  # type: ignore[arg-type,assignment]
-        return Rounding(noise, order_matters)  # type: ignore[arg-type]
+            else:
+                noise = larger_noise(noise, of_order)
+        return Rounding(noise, order_matters)
 
 
 # Compares the buffers that the ranks leave with those of one process that has all rows.
@@ -471,7 +456,7 @@ def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
         name: value
         for name, value in now.states.items()
         if name not in now.held and not name.endswith(OF_BATCH_NORM)
-        if not _equal(earlier.states.get(name), value)
+        if not is_equal(earlier.states.get(name), value)
     }
     answer = oracle.answer(step.group, step.rows)
     alone = answer.steps[0]
@@ -484,69 +469,6 @@ def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
         if name in alone.left and (error := error_of(value, alone.left[name]))
     ]
     return moved, State(answer.files[0], tuple(one.name for one in moved))
-
-
-def _equal(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and torch.equal(one, other)
-
-
-# Compares the operations of a script on its ranks with those in one process that has all rows.
-
-
-def with_one_process(
-    step: ObservedStep, analysis: AnalysisOfScript, findings: tuple[Finding, ...], second: SecondRun
-) -> tuple[Finding, ...]:
-    """The findings with the lines at which the ranks part from one process, if these say more.
-
-    Without a known cause, the analysis shows these lines in its report.
-    """
-    view = analysis.view
-    best = findings[0] if findings and findings[0].accepted else None
-    is_coupled = best is not None and best.cause == not_comparable.NAME
-    if view is None or not second.operations or not (is_coupled or one_rank_shows_more(best)):
-        return findings
-    beside = unless_it_fails(
-        lambda: _beside(step, view, second.operations, second.module), lambda why: None
-    )
-    if best is None or not is_coupled:
-        analysis.beside = beside
-        return findings_beside_one_rank(findings, view, beside)
-    lines = () if beside is None else lines_of_divergences(beside.divergences, view)
-    return (replace(best, lines=lines or best.lines), *findings[1:])
-
-
-def _beside(
-    step: ObservedStep, view: View, by_rank: Mapping[int, Operations], module: str
-) -> BesideOneRank | None:
-    oracle = step.oracle
-    if oracle is None or len(by_rank) < step.record.world_size:
-        return None
-    if not all(one.complete for one in by_rank.values()):
-        return None
-    try:
-        alone = oracle.logged(step.group, step.rows, module)
-    except CannotReplay:
-        return None
-    if alone is None or not alone.complete:
-        return None
-    dtypes = {value.dtype for value in alone.values if value.is_floating_point} or {"float64"}
-    eps = max(torch.finfo(getattr(torch, name)).eps for name in dtypes)
-    if eps > COARSEST:
-        return None
-    order = oracle.order_of(step.group, step.rows)
-    if sorted(order) != sorted(range(len(step.rows))):
-        return None  # some rows are in several micro-batches
-    place = {row: number for number, row in enumerate(order)}
-    rows = tuple(tuple(place[row] for row in of_rank) for of_rank in step.rows_by_rank)
-    sharing = Sharing(rows, len(order), eps, float(view.expected.abs().max()))
-    runs = OneRank(by_rank, alone)
-    logs = logs_of(runs, sharing)
-    return BesideOneRank(
-        is_right_alone=True,
-        factor_alone=1.0,
-        divergences=divergences(logs),
-        past_autograd=past_autograd(logs),
-    )
 
 
 def observations(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
+from ddp_equivalence.observed_scripts.queries import STARTED_BY, VARIABLE, Instructions
 from ddp_equivalence.ranks.messages import was_left_waiting
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE
 
@@ -68,23 +68,23 @@ class Running:
     them itself.
     """
 
-    def __init__(self, command: Sequence[str], told: Told, log: Path) -> None:
-        folder = at = Path(told.options.folder)
-        if not told.options.in_place:
+    def __init__(self, command: Sequence[str], instructions: Instructions, log: Path) -> None:
+        folder = at = Path(instructions.options.folder)
+        if not instructions.options.in_place:
             at = log.parent / "working_folder"
-            told = replace(told, working_folder=str(at))
+            instructions = replace(instructions, working_folder=str(at))
             if not at.exists():
                 copy_of_links(folder, at)
         self.command, self.log = with_own_scripts(command, folder), log
-        self._settings = log.with_suffix(".told")
-        told.write(self._settings)
+        self._settings = log.with_suffix(".instructions")
+        instructions.write(self._settings)
         self._output = log.open("wb")
         self._temporary = tempfile.mkdtemp(prefix="obs", dir=short_folder())
         try:
             self._process = start(
                 self.command,
                 cwd=at,
-                env={**_environment(told, self._settings), "TMPDIR": self._temporary},
+                env={**_environment(instructions, self._settings), "TMPDIR": self._temporary},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -117,7 +117,7 @@ class Running:
 
     def end(self) -> None:
         """End the command and everything that it started."""
-        processes = _told_by(self._settings)
+        processes = _processes_with(self._settings)
         for process in processes:
             try:
                 process.kill()
@@ -147,7 +147,7 @@ def last_words(printed: str) -> str:
     return found.get(False) or found.get(True) or "\n".join(lines[-LAST_LINES:])
 
 
-def _told_by(settings: Path) -> list[psutil.Process]:
+def _processes_with(settings: Path) -> list[psutil.Process]:
     """The processes with these settings in their environment: launchers start new sessions, and
     their children may outlive them.
     """
@@ -167,9 +167,9 @@ def short_folder() -> str | None:
     return "/tmp" if is_long and os.access("/tmp", os.W_OK) else None
 
 
-def _environment(told: Told, settings: Path) -> dict[str, str]:
+def _environment(instructions: Instructions, settings: Path) -> dict[str, str]:
     environment = dict(os.environ)
-    if told.look_at is not None:
+    if instructions.look_at is not None:
         environment = FLIGHT_RECORDER | environment
     paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -269,16 +269,10 @@ def in_one_process(command: Sequence[str], world_size: int) -> tuple[str, ...]:
 
     Raises BadCase if there is none, and the command is not known to count devices itself.
     """
-    counts = (str(world_size), "gpu", "auto", "cpu")
     words, found = list(command), False
-    for place, word in enumerate(command):
-        match = OF_OPTION.match(word)
-        if match is None:
-            continue
-        if match["value"] in counts:
-            words[place], found = f"{word.partition('=')[0]}=1", True
-        elif match["value"] is None and "".join(command[place + 1 : place + 2]) in counts:
-            words[place + 1], found = "1", True
+    for place, _, value in _counts_in(command):
+        if value in (str(world_size), "gpu", "auto", "cpu"):
+            words[place], found = f"{words[place].removesuffix(value)}1", True
     names = [os.path.basename(word) for word in words]
     if not found and "launch" in names and any("accelerate" in name for name in names):
         place = names.index("launch") + 1
@@ -291,11 +285,18 @@ def in_one_process(command: Sequence[str], world_size: int) -> tuple[str, ...]:
 
 def processes_in(command: Sequence[str]) -> int | None:
     """The number of processes that a command names in an option; None if it names none."""
-    for word, following in zip(command, (*command[1:], ""), strict=True):
-        match = OF_OPTION.match(word)
-        if match is None or match[1] not in (*PROCESS_COUNT_OPTIONS, "devices", "trainer.devices"):
-            continue
-        value = match["value"] or following
-        if value.isdecimal():
-            return int(value)
-    return None
+    known = (*PROCESS_COUNT_OPTIONS, "devices", "trainer.devices")
+    values = (value for _, option, value in _counts_in(command) if option in known)
+    return next((int(value) for value in values if value.isdecimal()), None)
+
+
+def _counts_in(command: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """For each option that may say how many processes train: the place of the word that has its
+    value, its name, and the value.
+    """
+    for place, word in enumerate(command):
+        if match := OF_OPTION.match(word):
+            if match["value"] is not None:
+                yield place, match[1], match["value"]
+            elif place + 1 < len(command):
+                yield place + 1, match[1], command[place + 1]

@@ -24,17 +24,16 @@ from ddp_equivalence.observed_scripts.as_case import (
     AnalysisOfScript,
     ObservedStep,
     SecondRun,
-    distance,
     holds_the_mean_of_own,
     left_over,
+    nearly_equal,
     rounding_of,
 )
 from ddp_equivalence.observed_scripts.oracle import AT_ONCE, ONE_AFTER_THE_OTHER, CannotReplay
-from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import OWN
+from ddp_equivalence.observed_scripts.queries import STATE
+from ddp_equivalence.observed_scripts.record import OWN, Record
 from ddp_equivalence.observed_scripts.rows import guessed_paddings
 from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
-from ddp_equivalence.observed_scripts.told import STATE
 from ddp_equivalence.report.text import plural
 
 FAITHFUL = 1e-6
@@ -226,17 +225,6 @@ def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown |
     )
 
 
-def against_an_idle_plant(step: ObservedStep) -> Unknown | None:
-    """Nothing is shown if a planted fault never did its damage."""
-    fired = [step.of_rank(rank).planted for rank in step.ranks]
-    if any(count is None or count > 0 for count in fired):
-        return None
-    return Unknown(
-        UnknownBecause.PLANTED_FAULT_NEVER_FIRED,
-        "a fault was planted, but the script never reached the place where it does its damage",
-    )
-
-
 def against_the_names(step: ObservedStep) -> Unknown | None:
     """Nothing can be compared if the optimizer's parameters are in no module that was called."""
     recorded = step.of_rank(0)
@@ -269,8 +257,8 @@ def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Fin
     except CannotReplay:
         return
     together = step.computed(of_all)
-    most, left = rounding_of(together), left_over(together, own)
-    if left <= CERTAIN * most or not holds_the_mean_of_own(step):
+    left = left_over(together, own)
+    if left <= CERTAIN * rounding_of(together) or not holds_the_mean_of_own(step):
         return
     amount = f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of"
     counted = zip(answers, step.rows_by_rank, strict=True)
@@ -289,8 +277,7 @@ def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Fin
                 f"{amount} the ranks' own",
             )
         return
-    pairs = zip(own, map(step.computed, answers), strict=True)
-    repeats = all(distance([(1.0, mine), (-1.0, its)]) <= most for mine, its in pairs)
+    repeats = all(map(nearly_equal, own, map(step.computed, answers)))
     if repeats and not any(step.of_rank(rank).batch_norm for rank in step.ranks):
         yield seen(
             NAME,

@@ -17,17 +17,16 @@ from typing import Any
 
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.observed_scripts.launch import Running, short_folder
-from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
-from ddp_equivalence.observed_scripts.told import (
+from ddp_equivalence.observed_scripts.queries import (
     OF_RECORD,
     Answer,
-    Piece,
+    Instructions,
     Query,
     RowOrder,
     State,
-    Told,
     path_of_kept,
 )
+from ddp_equivalence.observed_scripts.record import Piece, Record, Row, pieces_of
 
 # The script while it runs in one process, and the socket over which it is asked questions.
 
@@ -57,18 +56,18 @@ class CannotReplay(Exception):
 
 
 class RunningScript:
-    """``command``: trains in one process. ``log``: the file for what it prints. ``told``: what its
-    processes are told. ``answered``: how many queries it has answered since it was started.
+    """``command``: trains in one process. ``log``: the file for what it prints. ``instructions``:
+    those to its processes. ``answered``: how many queries it has answered since it was started.
     ``first``: the one that it was asked first, since then.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, told: Told) -> None:
+    def __init__(self, command: Sequence[str], log: Path, instructions: Instructions) -> None:
         self.command, self._log = tuple(command), log
         self._folder = Path(tempfile.mkdtemp(prefix="obs", dir=short_folder()))
-        self._told = replace(told, socket=str(self._folder / "socket"))
-        self._deadline = told.options.deadline  # of one answer
+        self._instructions = replace(instructions, socket=str(self._folder / "socket"))
+        self._deadline = instructions.options.deadline  # of one answer
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self._told.socket)
+        self._listener.bind(self._instructions.socket)
         self._listener.listen()
         self._running: Running | None = None
         self._connections: list[Connection] = []
@@ -127,7 +126,7 @@ class RunningScript:
         Raises CannotReplay if it takes too long, or has ended without an answer.
         """
         if self._running is None:
-            self._running = Running(self.command, self._told, self._log)
+            self._running = Running(self.command, self._instructions, self._log)
             self.first, self.answered = None, 0
         while time.monotonic() - started <= self._deadline:
             is_over = self._running.exit_code is not None  # asked first: it may have sent something
@@ -157,7 +156,7 @@ class RunningScript:
         assert self._running is not None
         end = self._running.last_words_at_its_end()
         given = ""
-        by_calls = Record(Path(self._told.folder)).feed == "calls"
+        by_calls = Record(Path(self._instructions.folder)).feed == "calls"
         if by_calls and self.first is not None:
             given = (
                 ", after its model had been given the rows of all ranks: what the script combines "

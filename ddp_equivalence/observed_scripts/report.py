@@ -19,7 +19,7 @@ from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-from ddp_equivalence.observed_scripts.recorded_step import (
+from ddp_equivalence.observed_scripts.record import (
     BEFORE_CLIP,
     HELD,
     OWN,

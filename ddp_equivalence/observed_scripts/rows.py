@@ -323,7 +323,7 @@ def joined(parts: Sequence[Part]) -> Rows:
             tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
         else:
             whole = first.tensors[path]
-            if whole.ndim and not all(_equal(rows.tensors[path], whole) for rows, _ in parts):
+            if whole.ndim and not all(torch.equal(rows.tensors[path], whole) for rows, _ in parts):
                 raise ValueError(f"{path or 'the batch'} has no rows, and differs between ranks")
             tensors[path] = whole
     lists = {
@@ -400,10 +400,6 @@ def put_into(rows: Rows, native: Any, top: Collection[str] = TOP) -> Any:
 
 def _places(one: Rows, other: Rows) -> str:
     return ", ".join(sorted(one.entries.keys() ^ other.entries.keys()))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _like(native: Any, entry: Entry) -> Any:

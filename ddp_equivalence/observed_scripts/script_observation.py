@@ -23,6 +23,13 @@ from ddp_equivalence.observed_scripts.as_case import (
     seen_again,
     what_to_look_at,
 )
+from ddp_equivalence.observed_scripts.ending import (
+    Ending,
+    ScriptFailed,
+    all_done,
+    failed,
+    where_ranks_are,
+)
 from ddp_equivalence.observed_scripts.judged_step import (
     SECONDS_TO_EXPLAIN,
     Script,
@@ -34,6 +41,7 @@ from ddp_equivalence.observed_scripts.launch import (
     processes_in,
 )
 from ddp_equivalence.observed_scripts.not_comparable import about_epochs
+from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
 from ddp_equivalence.observed_scripts.oracle import (
     AT_ONCE,
     JOINED_AND_REPEATED,
@@ -45,24 +53,9 @@ from ddp_equivalence.observed_scripts.oracle import (
     Oracle,
     RunningScript,
 )
-from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks
-from ddp_equivalence.observed_scripts.recorded_step import text_of_line
-from ddp_equivalence.observed_scripts.recording import (
-    Ending,
-    ScriptFailed,
-    all_done,
-    failed,
-    where_ranks_are,
-)
+from ddp_equivalence.observed_scripts.queries import Instructions, LookAt
+from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks, text_of_line
 from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
-from ddp_equivalence.observed_scripts.told import (
-    Command,
-    LookAt,
-    ObserveOptions,
-    Options,
-    Told,
-    words_of,
-)
 from ddp_equivalence.report.record import tell
 from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.text import Line, Style, labelled, plural
@@ -159,8 +152,8 @@ class ScriptObservation:
     ) -> tuple[Record, Ending | None]:
         """The record, and how the script ended before it had made the steps, if it did."""
         folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self.scratch))
-        told = Told("record", str(folder), options, self.float64, look_at=look_at)
-        running = Running(self.command, told, folder / "record.log")
+        instructions = Instructions("record", str(folder), options, self.float64, look_at=look_at)
+        running = Running(self.command, instructions, folder / "record.log")
         try:
             while running.exit_code is None and not all_done(folder):
                 if time.monotonic() - running.started > options.deadline:
@@ -212,6 +205,7 @@ class ScriptObservation:
             on_cpu=bool(self.options.as_cpu),
             steps=len(record.steps),
             seconds=max(SECONDS_TO_EXPLAIN, round(seconds)),
+            plant=self.options.plant,
             repeat=f"ddp-equivalence observe {self.options.words()}-- {shlex.join(self.command)}",
         )
 
@@ -225,8 +219,8 @@ class ScriptObservation:
         count_devices = tuple(alone) == self.command
         devices = min(1, self.options.as_cpu) if count_devices else self.options.as_cpu
         options = replace(self.options, as_cpu=devices)
-        told = Told("replay", str(record.folder), options, self.float64)
-        running = RunningScript(alone, folder / "one_process.log", told)
+        instructions = Instructions("replay", str(record.folder), options, self.float64)
+        running = RunningScript(alone, folder / "one_process.log", instructions)
         oracle = Oracle(running, record, arrangement)
         try:
             steps = observed_steps(record, oracle)
@@ -316,7 +310,7 @@ def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
     """Run the command on its ranks and in one process, and compare what its optimizer gets.
 
     ``command``: starts training on several ranks of this machine, as words or as a line for a
-    shell. ``options``: see ``ddp_equivalence.observed_scripts.told.Options``.
+    shell. ``options``: see ``ddp_equivalence.observed_scripts.options.Options``.
 
     Raises BadCase for an argument that cannot be right, and ScriptFailed if the command ends before
     it has made the steps to record.

@@ -16,22 +16,22 @@ from ddp_equivalence.diagnosis.causes import CAUSE_OF
 from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
-from ddp_equivalence.diagnosis.lines.source import classes_in, last_name
+from ddp_equivalence.diagnosis.lines.source import classes_in, last_name, nodes_in
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import (
     ObservedStep,
-    distance,
     holds_the_mean_of_own,
-    rounding_of,
+    nearly_equal,
 )
 from ddp_equivalence.observed_scripts.oracle import ONE_AFTER_THE_OTHER, CannotReplay
-from ddp_equivalence.observed_scripts.recorded_step import (
+from ddp_equivalence.observed_scripts.record import (
     BEFORE_CLIP,
     HELD,
     OWN,
     STALE,
     GradientKind,
+    LastLine,
     Step,
 )
 from ddp_equivalence.report.verdict import Verdict
@@ -104,7 +104,9 @@ def _same_rows(step: ObservedStep) -> Iterator[Finding]:
     if any(one != read[0] for one in read) or not read[0]:
         return
     recorded = step.of_rank(0)
-    lines = lines_at(recorded.loader_made, "its rows are the same on every rank")
+    lines = lines_at(
+        recorded.last_line(LastLine.MADE, "loader"), "its rows are the same on every rank"
+    )
     for call in recorded.calls[:1]:
         lines = lines or lines_at(call.place, "is called with the same rows on every rank")
     yield seen(
@@ -125,9 +127,9 @@ def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
     names = [name for name, one in held[0].items() if one is not None]
     own = [step.gradients(rank, OWN) for rank in step.ranks]
     pairs = ((mine[name], one[name]) for mine, one in zip(own, held, strict=True) for name in names)
-    if not names or not all(_is_equal(*pair) for pair in pairs):
+    if not names or not all(is_equal(*pair) for pair in pairs):
         return
-    if all(_is_equal(one[name], held[0][name]) for one in held for name in names):
+    if all(is_equal(one[name], held[0][name]) for one in held for name in names):
         return
     if reduces_after_clipping(step):
         return
@@ -148,10 +150,9 @@ def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
     )
 
 
-def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return False
-    return one.shape == other.shape and torch.equal(one, other)
+def is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """True for two tensors that are equal, bit for bit."""
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def reduces_after_clipping(step: ObservedStep) -> bool:
@@ -171,8 +172,7 @@ def reduces_after_clipping(step: ObservedStep) -> bool:
 def _agree(
     step: ObservedStep, one: tuple[int, GradientKind], other: tuple[int, GradientKind]
 ) -> bool:
-    first, second = step.gradients(*one), step.gradients(*other)
-    return distance([(1.0, first), (-1.0, second)]) <= rounding_of(first)
+    return nearly_equal(step.gradients(*one), step.gradients(*other))
 
 
 def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
@@ -238,7 +238,7 @@ def _not_trained_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
             f"the optimizer of {where} does not have {named}",
             "give the optimizer the same parameters on all ranks.",
             lines_at(
-                recorded[late[0]].optimizer_made,
+                recorded[late[0]].last_line(LastLine.MADE, "optimizer"),
                 f"makes the optimizer, on {where} without {named}",
             ),
             f"{named} is in the optimizer of other ranks",
@@ -315,37 +315,55 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
         f"give {module} the same {what} on all ranks; broadcast or reduce what changes them.",
         lines_at(line_of_buffer(step, of_module[0]), f"gives {named} another value on each rank")
         if are_buffers
-        else (),
+        else _done_on_some_ranks(step, LastLine.LOADED, module),
         f"{ranks_by_number(apart)} computed what one process, which has the {what} of rank 0, "
         "does not compute from the same rows",
     )
+
+
+def _done_on_some_ranks(step: ObservedStep, change: LastLine, *of: str) -> tuple[PointedLine, ...]:
+    """The line that makes this change, if only some ranks run it."""
+    by_rank = [step.of_rank(rank).last_line(change, *of) for rank in step.ranks]
+    ranks = [rank for rank, line in enumerate(by_rank) if line is not None]
+    if not ranks or len(ranks) == len(by_rank):
+        return ()
+    return lines_at(by_rank[ranks[0]], f"{change.value} on {ranks_by_number(ranks)} only")
 
 
 def line_of_buffer(step: ObservedStep, buffer: str) -> CodeLine | None:
     """The line in the class of its module that gives a buffer its value; None if none is known."""
     kept_by = step.of_rank(0).buffers_kept.get(buffer)
     name = re.split("[.:]", buffer)[-1]
-    return kept_by and line_that_assigns(kept_by.file, kept_by.function, name)
+    return kept_by and line_that_assigns(kept_by.file, name, kept_by.function)
 
 
-def line_that_assigns(file: str, kind: str, attribute: str) -> CodeLine | None:
-    """The only line in a class, outside of ``__init__``, that assigns an attribute of self or
-    writes into it; None if there are several.
+def line_that_assigns(file: str, name: str, kind: str = "") -> CodeLine | None:
+    """The only line that assigns the value under this key, such as ``group["lr"]``, or writes into
+    it; None if there are several. ``kind``: the name of a class, of which it is an attribute of
+    self, that a line outside of ``__init__`` assigns.
     """
+    classes = [owner for owner in classes_in(file) if owner.name == kind]
+    functions = [one for owner in classes for one in owner.body] if kind else nodes_in(file)
     found = {
-        CodeLine(file, node.lineno, method.name)
-        for owner in classes_in(file)
-        if owner.name == kind
-        for method in owner.body
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
-        for node in ast.walk(method)
+        CodeLine(file, node.lineno, function.name)
+        for function in functions
+        if isinstance(function, ast.FunctionDef) and (not kind or function.name != "__init__")
+        for node in ast.walk(function)
         if isinstance(node, ast.stmt | ast.expr)
         for target in _written_to(node)
         for one in ast.walk(target)
-        if isinstance(one, ast.Attribute) and one.attr == attribute
-        if last_name(one.value) == "self"
+        if (_is_own(one, name) if kind else _has_key(one, name))
     }
     return found.pop() if len(found) == 1 else None
+
+
+def _is_own(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == name and last_name(node.value) == "self"
+
+
+def _has_key(node: ast.AST, name: str) -> bool:
+    key = node.slice if isinstance(node, ast.Subscript) else None
+    return isinstance(key, ast.Constant) and key.value == name
 
 
 def _written_to(node: ast.AST) -> list[ast.AST]:
@@ -360,12 +378,10 @@ def _written_to(node: ast.AST) -> list[ast.AST]:
 
 def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
     """None if one process cannot compute it."""
-    own = step.gradients(rank, OWN)
     try:
-        alone = step.computed(step.alone(rank))
+        return nearly_equal(step.gradients(rank, OWN), step.computed(step.alone(rank)))
     except CannotReplay:
         return None
-    return distance([(1.0, own), (-1.0, alone)]) <= rounding_of(own)
 
 
 # What is added to the gradients of a step, or not divided.
@@ -415,12 +431,13 @@ def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
     if not late or not holds_the_mean_of_own(step, STALE):
         return
     where = "on every rank" if len(late) == len(step.ranks) else f"on {ranks_by_number(late)}"
-    place = step.of_rank(late[0]).backward_at[0]
+    recorded = step.of_rank(late[0])
     yield seen(
         "stale_gradient_added",
         "gradients of a step before are added",
         "call optimizer.zero_grad() in every step, on every rank.",
-        lines_at(place, f"adds to gradients that are there already {where}"),
+        _done_on_some_ranks(step, LastLine.CLEARED, "optimizer", *sorted(recorded.entered))
+        or lines_at(recorded.backward_at[0], f"adds to gradients that are there already {where}"),
         f"{where}, .grad is not zero when the step first goes backward",
     )
 
@@ -444,7 +461,7 @@ def _weights_part(step: ObservedStep) -> Iterator[Finding]:
         return
     for name in stepped:
         first, *others = (one.held.get(name) for one in before)
-        if not all(_is_equal(first, other) for other in others):
+        if not all(is_equal(first, other) for other in others):
             return
         if len({one.weights.get(name) for one in before}) > 1:
             return
@@ -477,8 +494,11 @@ def _what_differs(
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
     is_tensor = LENGTH_OF_DIGEST in map(len, values)
     text = f"differs ({len(keys)} such differences)" if is_tensor else f"is {each}"
+    stepped_at = before[0].stepped_at
     if not of.startswith("group "):
-        return f"{option} of {step.short(of)} {text}", before[0].stepped_at
-    made = before[0].stepped_at if before[0].number else before[0].optimizer_made  # as it was given
-    scheduled = before[0].scheduled if option == "lr" else None
-    return f"{option} of {of} {text}", scheduled or made
+        loaded = (one.last_line(LastLine.LOADED, "optimizer") for one in before)
+        return f"{option} of {step.short(of)} {text}", next(filter(None, loaded), stepped_at)
+    set_by = before[0].last_line(LastLine.SCHEDULED, "optimizer") if option == "lr" else None
+    set_by = set_by or (stepped_at and line_that_assigns(stepped_at.file, option))
+    as_given = before[0].last_line(LastLine.MADE, "optimizer")
+    return f"{option} of {of} {text}", set_by or (stepped_at if before[0].number else as_given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddp_equivalence.observed_scripts.told import VARIABLE, Told
+from ddp_equivalence.observed_scripts.queries import VARIABLE, Instructions
 
 
 def begin() -> None:
@@ -15,23 +15,25 @@ def begin() -> None:
     from ddp_equivalence.observed_scripts.in_script.replayer import Replayer
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
 
-    told = Told.read(Path(os.environ[VARIABLE]))
-    options = told.options
+    instructions = Instructions.read(Path(os.environ[VARIABLE]))
+    options = instructions.options
     if options.as_cpu:
         from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import let_cuda_be_the_cpu
 
         let_cuda_be_the_cpu(options.as_cpu)
-    if told.float64:
+    if instructions.float64:
         hooks.compute_in_float64()
     if not options.dropout:
         hooks.drop_nothing()
-    if told.working_folder:
-        hooks.keep_files(told.working_folder)
-    if told.role == "replay":
+    if instructions.working_folder:
+        hooks.keep_files(instructions.working_folder)
+    if instructions.role == "replay":
         hooks.let_sequences_be_unsorted()
-    watch: Watch = Recorder(told) if told.role == "record" else Replayer(told)
+    watch: Watch = (
+        Recorder(instructions) if instructions.role == "record" else Replayer(instructions)
+    )
     hooks.install(watch)
-    if options.plant and told.role == "record":
+    if options.plant and instructions.role == "record":
         from ddp_equivalence.faults.plant import plant_here
 
         watch.planted = plant_here(options.plant)

@@ -192,21 +192,6 @@ def _scale_on_the_cpu() -> None:
     around(torch.autocast, "__init__", autocast)
     around(torch.amp.GradScaler, "__init__", scaler)
 
-    class AutocastForCuda(torch.autocast):
-        def __init__(
-            self, enabled: bool = True, dtype: Any = torch.bfloat16, cache_enabled: bool = True
-        ) -> None:
-            lower = torch.bfloat16 if dtype is torch.float16 else dtype
-            super().__init__("cpu", dtype=lower, enabled=enabled, cache_enabled=cache_enabled)
-
-    class ScalerForCuda(torch.amp.GradScaler):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__("cpu", *arguments, **named)
-
-    amp: Any = torch.cuda.amp
-    amp.autocast = amp.autocast_mode.autocast = AutocastForCuda
-    amp.GradScaler = amp.grad_scaler.GradScaler = ScalerForCuda
-
 
 # torch's SyncBatchNorm takes tensors of CUDA only. Here it takes those of the CPU too.
 #

@@ -7,8 +7,10 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,10 +23,9 @@ from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.comparison.gradients import digest as digest_of
 from ddp_equivalence.observed_scripts.in_script.around import around
 from ddp_equivalence.observed_scripts.oracle import LEFT_OUT, MOST_TIMES
-from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import Epoch
+from ddp_equivalence.observed_scripts.queries import Answer, Query, RowOrder
+from ddp_equivalence.observed_scripts.record import Epoch, Record
 from ddp_equivalence.observed_scripts.rows import Rows
-from ddp_equivalence.observed_scripts.told import Answer, Query, RowOrder
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
@@ -325,24 +326,18 @@ class Loaders:
 
     def epoch_of(self, loader: Any) -> Epoch:
         """The length of a loader's epochs, as far as it is known."""
-        batches, last_rows = _batches_and_last_rows(loader)
-        return Epoch(batches, last_rows, self.made_as(loader))
+        made, batches, last_rows = self.made_as(loader), 0, 0
+        with suppress(Exception):  # of a stream, or whatever a sampler of the script's own raises
+            batches = len(loader)
+            size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
+            if size and not getattr(loader, "drop_last", True) and isinstance(sampler, Sized):
+                last_rows = len(sampler) % size
+        return Epoch(batches, last_rows, made)
 
 
 def _inside_of(loader: Any) -> Any:
     """Accelerate hands on the batches of a loader that it keeps under this name."""
     return getattr(loader, "base_dataloader", loader)
-
-
-def _batches_and_last_rows(loader: Any) -> tuple[int, int]:
-    try:
-        batches = len(loader)
-        size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-        if not size or getattr(loader, "drop_last", True) or not isinstance(sampler, Sized):
-            return batches, 0
-        return batches, len(sampler) % size
-    except Exception:  # such as of a stream, or whatever a sampler of the script's own may raise
-        return 0, 0
 
 
 # Replaces what iterates over a DataLoader and tells its length, and tells a ``Watch``.
@@ -464,19 +459,6 @@ class RowsInTensor:
             return None
         return cls(0, shape[0] // rows, row_order == "in blocks")
 
-    def by_row(self, tensor: Tensor) -> Tensor:
-        """The tensor with the rows in dim 0, and the entries of a row in dim 1."""
-        rows_first = tensor.movedim(self.dim, 0)
-        rest = rows_first.shape[1:]
-        if self.in_blocks:
-            return rows_first.reshape(self.each, -1, *rest).transpose(0, 1)
-        return rows_first.reshape(-1, self.each, *rest)
-
-    def back(self, by_row: Tensor) -> Tensor:
-        """The tensor of which this is what ``by_row`` returns."""
-        entries = by_row.transpose(0, 1) if self.in_blocks else by_row
-        return entries.reshape(-1, *by_row.shape[2:]).movedim(0, self.dim)
-
     def shape(self, shape: Sequence[int], rows: int) -> list[int]:
         """The shape of a tensor that has so many rows, and is like one of this shape otherwise."""
         return [rows * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
@@ -496,23 +478,29 @@ class RowsInTensor:
 
         The others are 1, which is right as a probability and as a weight.
         """
-        whole = self.empty(tensor, count)
-        by_row = self.by_row(torch.ones_like(whole))
-        taken = torch.tensor(rows, dtype=torch.long, device=tensor.device)
-        return whole.copy_(self.back(by_row.index_copy(0, taken, self.by_row(tensor))))
+        entries = self._entries(rows, count, tensor.device)
+        return self.empty(tensor, count).fill_(1).index_copy_(self.dim, entries, tensor)
 
     def rows_of(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows with these numbers."""
-        taken = torch.tensor(rows, dtype=torch.long, device=tensor.device)
-        return self.back(self.by_row(tensor).index_select(0, taken))
-
-    def split(self, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """The first rows, the next ones, and so on."""
-        return [self.back(part) for part in self.by_row(tensor).split(list(counts))]
+        count = tensor.shape[self.dim] // self.each
+        return tensor.index_select(self.dim, self._entries(rows, count, tensor.device))
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The rows of all of them."""
-        return self.back(torch.cat([self.by_row(part) for part in parts]))
+        counts = [part.shape[self.dim] // self.each for part in parts]
+        ends = list(accumulate(counts))
+        all_rows = (range(end - count, end) for end, count in zip(ends, counts, strict=True))
+        entries = [self._entries(rows, ends[-1], parts[0].device) for rows in all_rows]
+        together = torch.cat([*parts], self.dim)
+        return together.index_select(self.dim, torch.cat(entries).argsort())
+
+    def _entries(self, rows: Sequence[int], count: int, device: torch.device) -> Tensor:
+        """The places along ``dim`` of these rows of a tensor that has so many."""
+        places = torch.arange(count * self.each, device=device)
+        if self.in_blocks:
+            return places.view(self.each, count)[:, list(rows)].flatten()
+        return places.view(count, self.each)[list(rows)].flatten()
 
 
 # The states of torch's default random generators in one process: the CPU's and its CUDA device's.

@@ -20,10 +20,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.measurement.calls import lines_of
-from ddp_equivalence.observed_scripts.in_script.around import around
+from ddp_equivalence.observed_scripts.in_script.around import after, around
 from ddp_equivalence.observed_scripts.in_script.fetched import watch_loaders
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors
-from ddp_equivalence.observed_scripts.recorded_step import in_float64
+from ddp_equivalence.observed_scripts.record import in_float64
 from ddp_equivalence.ranks.users_line import counts_as_torch
 
 if TYPE_CHECKING:
@@ -150,18 +150,12 @@ def _watch_clipping(watch: Watch) -> None:
 
 
 def _watch_loss_scales(watch: Watch) -> None:
-    def scaled(scale: Any, scaler: Any, outputs: Any) -> Any:
-        result = scale(scaler, outputs)
+    def scaled(scaler: Any) -> None:
         if watch.is_on() and scaler.is_enabled():
-            watch.loss_scale = float(scaler.get_scale())
-            watch.gradients_are_scaled = True
-        return result
+            watch.loss_scale, watch.gradients_are_scaled = float(scaler.get_scale()), True
 
-    def unscaled(unscale: Any, scaler: Any, optimizer: Any) -> Any:
-        result = unscale(scaler, optimizer)
-        if scaler.is_enabled():
-            watch.gradients_are_scaled = False
-        return result
+    def unscaled(scaler: Any) -> None:
+        watch.gradients_are_scaled &= not scaler.is_enabled()
 
     def stepped(step: Any, scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         before = watch.steps_seen
@@ -170,8 +164,8 @@ def _watch_loss_scales(watch: Watch) -> None:
             watch.step_was_skipped()
         return result
 
-    around(torch.amp.GradScaler, "scale", scaled)
-    around(torch.amp.GradScaler, "unscale_", unscaled)
+    after(torch.amp.GradScaler, "scale", scaled)
+    after(torch.amp.GradScaler, "unscale_", unscaled)
     around(torch.amp.GradScaler, "step", stepped)
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_equivalence.comparison.rounding import nudge_each
 from ddp_equivalence.measurement.calls import CodeLine, is_users
-from ddp_equivalence.observed_scripts.told import STATE
+from ddp_equivalence.observed_scripts.queries import STATE
 
 LARGE = 1 << 20
 """The bytes from which on a copy may lie in a file. The system takes its memory back when it needs

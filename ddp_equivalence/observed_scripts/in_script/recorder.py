@@ -8,14 +8,21 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
 
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.observed_scripts.in_script.around import after
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     FetchedBatches,
@@ -25,19 +32,26 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
 )
 from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
+    ModuleNames,
+    class_that_keeps,
     named_tensors,
+    unwrapped,
     whole,
 )
-from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines, Watch, what_it_steps_with
-from ddp_equivalence.observed_scripts.recorded_step import (
+from ddp_equivalence.observed_scripts.in_script.watch import (
+    Watch,
+    place_of_caller,
+)
+from ddp_equivalence.observed_scripts.queries import Instructions
+from ddp_equivalence.observed_scripts.record import (
     Event,
+    LastLine,
     Step,
     path_of_step,
     rank_folder,
     write_whole,
 )
 from ddp_equivalence.observed_scripts.rows import rows_of
-from ddp_equivalence.observed_scripts.told import Told
 
 MOST_TIMES_WANTED = 4
 """At most so many times the steps that are wanted are recorded, where batches are read rarely."""
@@ -47,24 +61,24 @@ WAIT_FOR_OTHERS, PATIENCE = 120.0, 10.0
 
 
 class Recorder(Watch):
-    """``told``: where to write, and how many steps to record."""
+    """``instructions``: where to write, and how many steps to record."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, instructions: Instructions) -> None:
         super().__init__()
-        self._told = told
-        self.float64 = told.float64
+        self._options, self._all_ranks = instructions.options, instructions.folder
+        self.float64 = instructions.float64
         self._written, self._earlier_steps, self._done_at = 0, 0, math.inf
         self._complete: Step | None = None
         self._fetched = FetchedBatches()
-        self._earlier_lines = EarlierLines()
-        self._look = None if told.look_at is None else CloserLook(told.look_at)
+        self._last_lines = LastLines()
+        self._look = None if instructions.look_at is None else CloserLook(instructions.look_at)
 
     # --- steps
 
     @property
     def keeps_tensors(self) -> bool:
         """False before the first step that is to be recorded: a warm-up may have many steps."""
-        return self._earlier_steps >= self._told.options.from_step
+        return self._earlier_steps >= self._options.from_step
 
     def ends_step(self, optimizer: Any) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
@@ -119,11 +133,11 @@ class Recorder(Watch):
         is behind may need what this one does next.
         """
         reads_once = not fetching and self._fetched.training
-        if self._written < self._told.options.steps * (MOST_TIMES_WANTED if reads_once else 1):
+        if self._written < self._options.steps * (MOST_TIMES_WANTED if reads_once else 1):
             return
         (self._folder / "done").touch()
         self._done_at = min(self._done_at, time.monotonic())
-        others = [rank_folder(self._told.folder, rank) for rank in range(world_size())]
+        others = [rank_folder(self._all_ranks, rank) for rank in range(world_size())]
         while not all((one / "done").exists() for one in others):
             waited = time.monotonic() - self._done_at
             if waited > PATIENCE and all(path_of_step(one, 0).exists() for one in others):
@@ -140,7 +154,7 @@ class Recorder(Watch):
 
     @property
     def _folder(self) -> Path:
-        folder = rank_folder(self._told.folder, rank_of_process())
+        folder = rank_folder(self._all_ranks, rank_of_process())
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / "run.pt", facts_of_process(folder))
@@ -189,7 +203,7 @@ class Recorder(Watch):
     @property
     def _is_looked_at(self) -> bool:
         """The step in progress is the one to look at closely."""
-        return self._earlier_steps == self._told.options.from_step and self._complete is None
+        return self._earlier_steps == self._options.from_step and self._complete is None
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
@@ -226,10 +240,90 @@ class Recorder(Watch):
             batches=[one.rows for one in fetched],
             loaders=tuple(self._fetched.loaders),
             generators=self.now.generators | of_batches,
-            **self._earlier_lines.known(optimizer, loader, self.names),
+            last_lines=self._last_lines.of_step(optimizer, loader, self.names),
+            buffers_kept=classes_that_keep(self.names),
             epoch=self.loaders.epoch_of(loader),
             planted=None if self.planted is None else self.planted.fired,
         )
+
+
+# Remembers which line last made or changed what a script trains with.
+
+SCHEDULERS = [one for one in vars(lr_scheduler).values() if "step" in getattr(one, "__dict__", ())]
+
+CHANGING = (
+    *((LastLine.MADE, kind, "__init__") for kind in (Optimizer, DataLoader)),
+    *((LastLine.LOADED, kind, "load_state_dict") for kind in (Optimizer, nn.Module)),
+    *((LastLine.CLEARED, kind, "zero_grad") for kind in (Optimizer, nn.Module)),
+    *((LastLine.SCHEDULED, kind, "step") for kind in SCHEDULERS),
+)
+"""The methods by which a script makes and changes such objects."""
+
+
+class LastLines:
+    """Watches from the beginning."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[LastLine, int], tuple[weakref.ref[Any], CodeLine | None]] = {}
+        for what, kind, method in CHANGING:
+            after(kind, method, partial(self._note, what))
+
+    def of_step(self, optimizer: Any, loader: Any, names: ModuleNames) -> dict[Any, CodeLine]:
+        """``Step.last_lines`` of the step that ends when this optimizer steps. ``loader``: None if
+        it read from none.
+        """
+        owners = {"optimizer": [optimizer], "loader": [loader]}
+        owners |= {name: list(one.modules()) for name, one in names.modules.items()}
+        known = {
+            (what, owner): line
+            for owner, objects in owners.items()
+            for what in LastLine
+            if (line := next(filter(None, (self._line(what, one) for one in objects)), None))
+        }
+        self._lines = {key: one for key, one in self._lines.items() if key[0] != LastLine.CLEARED}
+        return known
+
+    def _note(self, what: LastLine, one: Any) -> None:
+        """Remember which line did this with an object, as long as the object lives. A user's class
+        may have made it unhashable.
+        """
+        about = one.optimizer if what is LastLine.SCHEDULED else one
+        about = unwrapped(about) if isinstance(about, nn.Module) else about
+        line = place_of_caller(one if what is LastLine.MADE else None)
+        self._lines[what, id(about)] = weakref.ref(about), line
+
+    def _line(self, what: LastLine, one: Any) -> CodeLine | None:
+        known, line = self._lines.get((what, id(one)), (None, None))
+        return line if known is not None and known() is one else None
+
+
+def classes_that_keep(names: ModuleNames) -> dict[str, CodeLine | None]:
+    """The name of a buffer -> the class of the user's that keeps it, see ``class_that_keeps``."""
+    return {
+        f"{name}:{buffer}": class_that_keeps(module, buffer)
+        for name, module in names.modules.items()
+        for buffer, tensor in named_tensors(module)
+        if not isinstance(tensor, nn.Parameter)
+    }
+
+
+def what_it_steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
+    """All that decides how an optimizer steps beside its gradients, as names and texts."""
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for key, value in group.items():
+            if isinstance(value, int | float | str | Tensor | tuple):
+                yield f"{key} of group {number}", _text(value)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if not hasattr(value, "full_tensor"):  # a shard differs between ranks
+                    yield f"{key} of {names.of_parameter(parameter)}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return digest(value) if value.numel() > 1 else f"{value.item():.6g}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 # Which rank a process of a script is.

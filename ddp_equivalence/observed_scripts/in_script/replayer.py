@@ -38,34 +38,34 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors, put, whole
 from ddp_equivalence.observed_scripts.in_script.watch import Watch, place_of_caller
-from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import (
+from ddp_equivalence.observed_scripts.queries import (
+    Answer,
+    Instructions,
+    Query,
+    RowOrder,
+    path_of_kept,
+)
+from ddp_equivalence.observed_scripts.record import (
     Event,
+    Piece,
+    Record,
     Step,
     in_float64,
     text_of_line,
 )
 from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
-from ddp_equivalence.observed_scripts.told import (
-    Answer,
-    Piece,
-    Query,
-    RowOrder,
-    Told,
-    path_of_kept,
-)
 
 # Before the script calls a module for the first time in a step, the module gets the weights and
 # buffers that were recorded. Where the script reads a batch, it is given the rows of a ``Query``.
 
 
 class Replayer(Watch):
-    """``told``: where the record is, and where to ask what to compute."""
+    """``instructions``: where the record is, and where to ask what to compute."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, instructions: Instructions) -> None:
         super().__init__()
-        self._record, self.float64 = Record(Path(told.folder)), told.float64
-        self._asked = AskedQueries(told.socket)
+        self._record, self.float64 = Record(Path(instructions.folder)), instructions.float64
+        self._asked = AskedQueries(instructions.socket)
         self._fed_loaders = FedLoaders(self._record, self.loaders, self._asked)
         self._answers: list[str] = []
         self._complete, self._generators = False, RankGenerators()
@@ -563,7 +563,8 @@ def _rows_drawn(
             return argument
         if argument.shape[where.dim] != where.each * sum(counts):
             return argument
-        rows = where.split(argument, counts)[number]
+        first = sum(counts[:number])
+        rows = where.rows_of(argument, range(first, first + counts[number]))
         if source.rows is not None:
             return where.with_rows(rows, source.count, source.rows)
         return where.empty(argument, source.count).copy_(rows)

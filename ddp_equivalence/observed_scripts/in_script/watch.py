@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
-from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.worker import _worker_loop
+from torch.utils.data import get_worker_info
 
 from ddp_equivalence.faults.plant import PlantedFault
-from ddp_equivalence.measurement.call_watch import Lines, TorchCalls
-from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, lines_of
-from ddp_equivalence.measurement.lines import code_of, merged_handlers, without_failing
-from ddp_equivalence.observed_scripts.in_script.around import after
+from ddp_equivalence.measurement.call_watch import Lines
+from ddp_equivalence.measurement.calls import CodeLine, lines_of
 from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import is_batch_norm
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     Loaders,
-    digest,
     follow_device,
     generator_state,
 )
@@ -39,7 +31,6 @@ from ddp_equivalence.observed_scripts.in_script.hooks import (
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     ModuleNames,
-    class_that_keeps,
     held_in_python,
     kept,
     mark_of,
@@ -47,7 +38,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     real_file,
     whole,
 )
-from ddp_equivalence.observed_scripts.recorded_step import (
+from ddp_equivalence.observed_scripts.record import (
     Event,
     SeenCall,
     SeenClip,
@@ -294,140 +285,6 @@ class Watch:
         value = whole(gradient)
         before = self._of_this_backward.get(name)
         self._of_this_backward[name] = value if before is None else kept(before + value)
-
-
-# Records what a script does with torch before its model is called, with the lines that do it.
-#
-# Groups, samplers, loaders, seeds and hooks are made then, and a step is watched only from the
-# first call of its model on.
-
-RECORDED = {
-    *(Kind.NEW_GROUP, Kind.SEED, Kind.SAMPLER, Kind.LOADER, Kind.HOOK, Kind.TENSOR_HOOK),
-    Kind.IGNORE,
-}
-
-MOST = 500
-"""Later calls of a longer set-up are not recorded."""
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-class SetUpCalls:
-    """Records in this thread, from ``begin`` to ``end``."""
-
-    def __init__(self) -> None:
-        self._calls: list[Call] = []
-        names = _Numbers()
-        of_torch = TorchCalls(self._append, names).handlers()
-        in_worker = {code_of(_worker_loop): lambda frame: self.stop()}  # of a loader, by fork
-        self._handlers = merged_handlers(of_torch, in_worker)
-
-    def begin(self) -> None:
-        """Record from now on, unless the script is run under a profiler."""
-        if sys.getprofile() is None:
-            sys.setprofile(self._on_event)
-
-    def end(self, names: Mapping[int, str]) -> Sequence[Call]:
-        """Stop, and return what was recorded. ``names``: the id of a parameter -> its name."""
-        self.stop()
-        return [found for call in self._calls if (found := _with_names(call, names)) is not None]
-
-    def stop(self) -> None:
-        """Record nothing any more: every call of Python takes longer until then."""
-        if sys.getprofile() == self._on_event:
-            sys.setprofile(None)
-
-    def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call":
-            return
-        handler = self._handlers.get(frame.f_code)
-        caller = frame.f_back
-        if handler is None or (caller and caller.f_code.co_filename.startswith(HERE)):
-            return
-        without_failing(handler, frame)
-
-    def _append(self, kind: Kind, lines: Lines, **more: Any) -> None:
-        if kind in RECORDED and lines[0] is not None:
-            self._calls.append(Call(kind, *lines, step=0, backwards=0, **more))
-        if len(self._calls) >= MOST:
-            self.stop()
-
-
-class _Numbers(dict[int, str]):
-    """Gives every parameter its id as a name: the model is not known yet."""
-
-    def get(self, key: int, default: Any = None) -> str:
-        return str(key)
-
-
-def _with_names(call: Call, names: Mapping[int, str]) -> Call | None:
-    """The call with the names of parameters; None if it is about other tensors."""
-    found = tuple(names[int(one)] for one in call.names if int(one) in names)
-    return None if call.names and not found else replace(call, names=found)
-
-
-# Remembers which lines made the optimizer and the loader and stepped a scheduler.
-
-
-class EarlierLines:
-    """Watches from the beginning."""
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[str, int], tuple[weakref.ref[Any], CodeLine | None]] = {}
-        for made in (Optimizer, DataLoader):
-            after(made, "__init__", lambda one: self._note("made", one, place_of_caller(one)))
-        for kind in vars(lr_scheduler).values():
-            if "step" in getattr(kind, "__dict__", {}):
-                after(
-                    kind,
-                    "step",
-                    lambda of: self._note("scheduled", of.optimizer, place_of_caller()),
-                )
-
-    def known(self, optimizer: Any, loader: Any, names: ModuleNames) -> dict[str, Any]:
-        """Fields of the step that ends when this optimizer steps. ``loader``: None if it read from
-        none.
-        """
-        return {
-            "optimizer_made": self._line("made", optimizer),
-            "loader_made": self._line("made", loader),
-            "buffers_kept": {
-                f"{name}:{buffer}": class_that_keeps(module, buffer)
-                for name, module in names.modules.items()
-                for buffer, tensor in named_tensors(module)
-                if not isinstance(tensor, nn.Parameter)
-            },
-            "scheduled": self._line("scheduled", optimizer),
-        }
-
-    def _note(self, what: str, one: Any, line: CodeLine | None) -> None:
-        """Remember which line did this with an object, as long as the object lives. A user's class
-        may have made it unhashable.
-        """
-        self._lines[what, id(one)] = weakref.ref(one), line
-
-    def _line(self, what: str, one: Any) -> CodeLine | None:
-        known, line = self._lines.get((what, id(one)), (None, None))
-        return line if known is not None and known() is one else None
-
-
-def what_it_steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:
-    """All that decides how an optimizer steps beside its gradients, as names and texts."""
-    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
-        for key, value in group.items():
-            if isinstance(value, int | float | str | Tensor | tuple):
-                yield f"{key} of group {number}", _text(value)
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if not hasattr(value, "full_tensor"):  # a shard differs between ranks
-                    yield f"{key} of {names.of_parameter(parameter)}", _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return digest(value) if value.numel() > 1 else f"{value.item():.6g}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 # Which line of the user's code has called a function of torch that is watched.

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import psutil
 
 from ddp_equivalence.observed_scripts import launch
-from ddp_equivalence.observed_scripts.told import VARIABLE
+from ddp_equivalence.observed_scripts.queries import VARIABLE
 
 
 @dataclass(frozen=True)

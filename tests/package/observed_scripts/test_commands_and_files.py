@@ -24,6 +24,7 @@ from ddp_equivalence import BadCase, observe
 from ddp_equivalence.commands.exit_codes import INTERRUPTED
 from ddp_equivalence.commands.observe import add
 from ddp_equivalence.observed_scripts import launch
+from ddp_equivalence.observed_scripts.ending import ScriptFailed
 from ddp_equivalence.observed_scripts.in_script.hooks import own_copy
 from ddp_equivalence.observed_scripts.launch import (
     copy_of_links,
@@ -32,8 +33,8 @@ from ddp_equivalence.observed_scripts.launch import (
     processes_in,
     with_own_scripts,
 )
-from ddp_equivalence.observed_scripts.recording import ScriptFailed
-from ddp_equivalence.observed_scripts.told import VARIABLE, ObserveOptions, Options
+from ddp_equivalence.observed_scripts.options import ObserveOptions, Options
+from ddp_equivalence.observed_scripts.queries import VARIABLE
 from tests.package.observed_scripts.interpreters import started
 from tests.package.someone_elses_run import hear_ctrl_c
 

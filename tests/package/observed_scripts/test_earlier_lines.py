@@ -1,4 +1,4 @@
-"""Which lines made an optimizer or a loader."""
+"""Which line last made or changed what a script trains with."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader
 
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import ModuleNames
-from ddp_equivalence.observed_scripts.in_script.watch import EarlierLines
-from ddp_equivalence.observed_scripts.recorded_step import Step
-
-WATCHED = (
-    (Optimizer, ("__init__",)),
-    (DataLoader, ("__init__",)),
-    *(
-        (one, ("step",))
-        for one in vars(lr_scheduler).values()
-        if "step" in getattr(one, "__dict__", ())
-    ),
-)
+from ddp_equivalence.observed_scripts.in_script.recorder import CHANGING, LastLines
+from ddp_equivalence.observed_scripts.record import LastLine, Step
 
 
 class Shuffled(DataLoader[Any]):
@@ -40,11 +30,10 @@ class OfAll(SGD):
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> EarlierLines:
-    for kind, names in WATCHED:
-        for name in names:
-            monkeypatch.setattr(kind, name, getattr(kind, name))  # so that it is put back
-    return EarlierLines()
+def lines(monkeypatch: pytest.MonkeyPatch) -> LastLines:
+    for _, kind, name in CHANGING:
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # so that it is put back
+    return LastLines()
 
 
 def source(place: CodeLine | None) -> str:
@@ -53,28 +42,45 @@ def source(place: CodeLine | None) -> str:
 
 
 def places_of(
-    lines: EarlierLines, module: nn.Module, optimizer: Any = None, loader: Any = None
+    lines: LastLines, module: nn.Module, optimizer: Any = None, loader: Any = None
 ) -> Step:
     names = ModuleNames()
     names.modules["model"] = module
-    return Step(**lines.known(optimizer, loader, names))
+    return Step(last_lines=lines.of_step(optimizer, loader, names))
 
 
 def test_what_a_class_of_the_script_makes_was_made_where_the_class_was_called(
-    lines: EarlierLines,
+    lines: LastLines,
 ) -> None:
     model = nn.Linear(1, 1)
     optimizer = OfAll(model)
     loader = Shuffled(3)
     found = places_of(lines, model, optimizer, loader)
-    assert source(found.optimizer_made) == "optimizer = OfAll(model)"
-    assert source(found.loader_made) == "loader = Shuffled(3)"
+    assert source(found.last_line(LastLine.MADE, "optimizer")) == "optimizer = OfAll(model)"
+    assert source(found.last_line(LastLine.MADE, "loader")) == "loader = Shuffled(3)"
 
 
-def test_what_was_made_inside_another_object_was_made_there(lines: EarlierLines) -> None:
+def test_what_was_made_inside_another_object_was_made_there(lines: LastLines) -> None:
     class Trainer:
         def __init__(self) -> None:
             self.loader = Shuffled(3)
 
     found = places_of(lines, nn.Linear(1, 1), loader=Trainer().loader)
-    assert source(found.loader_made) == "self.loader = Shuffled(3)"
+    assert source(found.last_line(LastLine.MADE, "loader")) == "self.loader = Shuffled(3)"
+
+
+def test_the_last_line_counts_and_what_an_earlier_step_cleared_does_not(lines: LastLines) -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    model[0].load_state_dict(model[0].state_dict())
+    nn.DataParallel(model).zero_grad()
+    lr_scheduler.ReduceLROnPlateau(optimizer).step(1.0)
+    found = places_of(lines, model, optimizer)
+    assert source(found.last_line(LastLine.LOADED, "optimizer")).endswith("(saved)")
+    assert source(found.last_line(LastLine.LOADED, "model")).startswith("model[0].load")
+    assert source(found.last_line(LastLine.CLEARED, "model")).endswith(".zero_grad()")
+    assert source(found.last_line(LastLine.SCHEDULED, "optimizer")).endswith(".step(1.0)")
+    assert places_of(lines, model).last_line(LastLine.CLEARED, "model") is None

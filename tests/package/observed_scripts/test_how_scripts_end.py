@@ -9,7 +9,7 @@ import pytest
 from ddp_equivalence import NotEquivalent, NothingCompared
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.observed_scripts.recording import Ending, RankPlace, ScriptFailed
+from ddp_equivalence.observed_scripts.ending import Ending, RankPlace, ScriptFailed
 from ddp_equivalence.observed_scripts.report import as_json
 from tests.package.observed_scripts.observing import observed, source_of_fault
 

@@ -17,7 +17,7 @@ from ddp_equivalence.observed_scripts.in_script.fetched import (
     FetchedBatches,
     Loaders,
 )
-from ddp_equivalence.observed_scripts.recorded_step import Epoch, Step
+from ddp_equivalence.observed_scripts.record import Epoch, Step
 from ddp_equivalence.observed_scripts.rows import rows_of
 
 TRAINING, OTHER = 0, 1

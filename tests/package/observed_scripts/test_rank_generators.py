@@ -21,7 +21,7 @@ from ddp_equivalence.observed_scripts.in_script.replayer import (
     Source,
     follow_restored_states,
 )
-from ddp_equivalence.observed_scripts.told import RowOrder
+from ddp_equivalence.observed_scripts.queries import RowOrder
 
 Drawn = tuple[Tensor, Tensor]
 """The state of the generators before something was drawn, and what was drawn."""

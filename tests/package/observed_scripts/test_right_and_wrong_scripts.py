@@ -82,6 +82,7 @@ def test_a_right_script_trains_as_in_one_process(command: str, steps: int) -> No
         ("classifier.py clamped", "clipped_before_reduce", "weight.register_hook("),
         ("classifier.py clamped_on_ranks", "clipped_before_reduce", "weight.register_hook("),
         ("classifier.py left_out", "parameter_frozen_on_one_rank", "optimizer = torch.optim"),
+        ("classifier.py teacher", "weights_differ_between_ranks", "teacher.load_state_dict("),
         ("class_weights.py", "token_counts_weighted_equally", "loss = criterion(model(inputs), l"),
         ("detector.py sum", "mean_not_sum", "loss = losses.sum()"),
         ("detector.py counts", None, "loss = loss + losses.square().sum() / boxes"),
@@ -116,7 +117,7 @@ OF_BIG_BATCH, BETWEEN_RANKS = "buffers_differ_from_big_batch", "buffers_differ_b
     ("command", "right", "wrong", "cause", "line"),
     [
         ("classifier.py centred", 1, 1, BETWEEN_RANKS, "self.centre = inputs"),
-        ("classifier.py stale", 1, 1, "stale_gradient_added", "loss.backward("),
+        ("classifier.py stale", 1, 1, "stale_gradient_added", "optimizer.zero_grad()"),
         ("moving_state.py codebook", 1, 2, OF_BIG_BATCH, CODES),
         ("moving_state.py centre", 1, 2, OF_BIG_BATCH, CENTRE),
         ("moving_state.py late", 1, 2, OF_BIG_BATCH, CODES),
@@ -152,14 +153,14 @@ def test_steps_that_are_right_come_before_the_first_that_is_wrong(
             "adam loaded",
             2,
             "until step 1, .* step of 0.weight is 1 on rank 0, none on rank 1",
-            "optimizer.step()",
+            "optimizer.load_state_dict(state)",
             id="state that one rank has loaded",
         ),
         pytest.param(
             "by_hand",
             3,
             "until step 2, .* lr of group 0 is 0.1 on rank 0, 0.2 on rank 1",
-            "optimizer.step()",
+            'group["lr"] *= 1 + rank',
             id="a rate that is set by rank",
         ),
         pytest.param(

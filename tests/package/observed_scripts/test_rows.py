@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_equivalence.observed_scripts.record import Row, pieces_of
+from ddp_equivalence.observed_scripts.record import Piece, Row, pieces_of
 from ddp_equivalence.observed_scripts.rows import (
     TOP_OF_CALL,
     joined,
     put_into,
     rows_of,
 )
-from ddp_equivalence.observed_scripts.told import Piece
 
 
 def test_rows_of_ranks_are_joined_in_the_containers_of_the_script() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.lines import code_of
-from ddp_equivalence.observed_scripts.in_script.watch import SetUpCalls
+from ddp_equivalence.observed_scripts.in_script.closer_look import SetUpCalls
 from ddp_equivalence.observed_scripts.launch import STARTUP
 
 

@@ -240,7 +240,7 @@ def test_the_one_line_that_writes_a_buffer_is_found(name: str, line: str, depth:
     module = nn.Sequential(Memory()) if depth else Memory()
     kept_by = class_that_keeps(module, f"0.{name}" if depth else name)
     assert kept_by is not None
-    place = line_that_assigns(kept_by.file, kept_by.function, name)
+    place = line_that_assigns(kept_by.file, name, kept_by.function)
     assert place is not None
     assert (place.file, place.function) == (__file__, "forward")
     assert linecache.getline(place.file, place.number).strip() == line
@@ -248,6 +248,6 @@ def test_the_one_line_that_writes_a_buffer_is_found(name: str, line: str, depth:
 
 def test_several_lines_are_not_guessed_and_libraries_not_named() -> None:
     for name in ("twice", "never", "unknown"):
-        assert line_that_assigns(__file__, "Memory", name) is None
+        assert line_that_assigns(__file__, name, "Memory") is None
     for buffer in ("running_mean", "inside.a.wrapper"):
         assert class_that_keeps(nn.BatchNorm1d(2), buffer) is None

@@ -16,8 +16,7 @@ import psutil
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine, is_shown, is_users
 from ddp_equivalence.observed_scripts.in_script.recorder import STACKS
-from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recorded_step import rank_folder, text_of_line
+from ddp_equivalence.observed_scripts.record import Record, rank_folder, text_of_line
 from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
 from ddp_equivalence.report.text import rank_names
 from ddp_equivalence.report.verdict import Outcome, Verdict, unknown
