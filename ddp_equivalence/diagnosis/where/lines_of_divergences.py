@@ -21,7 +21,7 @@ from ddp_equivalence.diagnosis.where.cuts import Cut, called, cut_text, lines_of
 from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import Scaling
-from ddp_equivalence.diagnosis.where.own_gradient import own_backward_lines
+from ddp_equivalence.diagnosis.where.own_gradient import line_of_backward, own_backwards
 from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS
 from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
@@ -108,9 +108,8 @@ def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
 
 
 def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    backward = next(iter(view.observed.calls.backwards), None)
-    seen = view.observed.by_rank[0]
-    own = own_backward_lines(seen, None if backward is None else backward.first)
+    backward = next((one.first for one in view.observed.calls.backwards), None)
+    own = map(line_of_backward, own_backwards(view.observed.by_rank[0], backward))
     names = named(beside.ignoring)
     return replace(
         found,

@@ -26,11 +26,10 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     ranked,
 )
 from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.measurement.graph_watch import OwnBackward
 from ddp_equivalence.measurement.observation import Observation
 
 MOST_CHANGES = 2
-
-WITHHOLDS = "returns no gradient"
 
 SAME_LOSS = 1e-5
 """Losses whose relative difference is smaller are equal."""
@@ -139,13 +138,12 @@ def _from_where(
     if one.is_loss_right is False:
         return one.losses, "", []
     lines = backward_lines(pieces, one.piece)
-    for shown in lines:
-        if shown is not None and shown.note.startswith(WITHHOLDS):
-            what = f"Line {shown.line.number} {shown.note}. "
-            return "a backward method returns no gradient", what, lines
-    rest = len(pieces.view.parameters.names) - len(names)
-    text = f"The loss is right, and the gradient of {named(names)} is not"
-    text += "; all others are right. " if rest else ". "
+    ran = own_backwards(pieces.view.observed.by_rank[one.piece.rank], one.piece.call)
+    if ran and ran[0].withheld:
+        what = f"Line {ran[0].line.number} {line_of_backward(ran[0]).note}. "
+        return "a backward method returns no gradient", what, lines
+    rest = "; all others are right" if len(pieces.view.parameters.names) > len(names) else ""
+    text = f"The loss is right, and the gradient of {named(names)} is not{rest}. "
     headline = "backward gives another gradient" if lines else "another gradient than its rows give"
     return headline, text, lines
 
@@ -268,21 +266,26 @@ def losses_are_right(pieces: Pieces) -> bool:
 def backward_lines(pieces: Pieces, piece: Piece) -> list[PointedLine | None]:
     """The backward methods of the user's own that ran in a backward pass, and the last hook."""
     hooks = pieces.view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK)
-    own = own_backward_lines(pieces.view.observed.by_rank[piece.rank], piece.call)
-    return [*own, *(one.pointed("a hook on the way back", True) for one in hooks[-1:])]
+    last = [one.pointed("a hook on the way back", True) for one in hooks[-1:]]
+    seen = pieces.view.observed.by_rank[piece.rank]
+    return [*map(line_of_backward, own_backwards(seen, piece.call)), *last]
 
 
-def own_backward_lines(seen: Observation, backward: Call | None) -> list[PointedLine]:
+def own_backwards(seen: Observation, backward: Call | None) -> list[OwnBackward]:
     """The backward methods of the user's own that ran, those first that withheld a gradient."""
-    own: dict[str, PointedLine] = {}
+    own: dict[str, OwnBackward] = {}
     for one in sorted(seen.own_backwards, key=lambda one: not one.withheld):
-        if backward is None or (one.step, one.backwards) != (backward.step, backward.backwards + 1):
-            continue
-        note = f"the gradient that {one.name} gives back"
-        if one.withheld:
-            note = f"{WITHHOLDS} for input {one.withheld[0]} of {one.name}, which needs one"
-        own.setdefault(one.name, PointedLine(one.line, note, is_fault=True))
+        if backward and (one.step, one.backwards) == (backward.step, backward.backwards + 1):
+            own.setdefault(one.name, one)
     return list(own.values())
+
+
+def line_of_backward(own: OwnBackward) -> PointedLine:
+    """The line of a backward method that returns the gradient."""
+    note = f"the gradient that {own.name} gives back"
+    if own.withheld:
+        note = f"returns no gradient for input {own.withheld[0]} of {own.name}, which needs one"
+    return PointedLine(own.line, note, is_fault=True)
 
 
 # A backward pass adds to gradients that would be right without it, as one through another's loss.
@@ -474,7 +477,7 @@ def _why_missing(
             at(outermost.line, f"calls {_module(outermost.name)} without gradients", True),
             at(calls[-1].line, f"calls {_module(module)} without gradients"),
         ]
-    own = [one for one in own_backward_lines(seen, backwards[-1]) if one.note.startswith(WITHHOLDS)]
+    own = [line_of_backward(o) for o in own_backwards(seen, backwards[-1]) if o.withheld]
     if own:
         return f"Line {own[0].line.number} {own[0].note}.", [*own]
     if not calls and any(one.name != module for one in seen.trace.module_calls):
