@@ -21,8 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.measurement.calls import lines_of
 from ddp_equivalence.observed_scripts.in_script.around import after, around
-from ddp_equivalence.observed_scripts.in_script.fetched import watch_loaders
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors
+from ddp_equivalence.observed_scripts.in_script.loaders import watch_loaders
 from ddp_equivalence.observed_scripts.record import in_float64
 from ddp_equivalence.ranks.users_line import counts_as_torch
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_equivalence.comparison.rounding import nudge_each
-from ddp_equivalence.measurement.calls import CodeLine, is_users
+from ddp_equivalence.measurement.calls import CodeLine, is_users, lines_of
 from ddp_equivalence.observed_scripts.queries import STATE
 
 LARGE = 1 << 20
@@ -316,6 +317,23 @@ def class_that_keeps(module: nn.Module, buffer: str) -> CodeLine | None:
 def real_file(file: str) -> str:
     """The file that a link stands for."""
     return os.path.realpath(file) if os.path.islink(file) else file
+
+
+def place_of_caller(made: object = None) -> CodeLine | None:
+    """The innermost line of the user's own code that is running. ``made``: an object that is being
+    made; the lines of its own ``__init__`` do not count.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    outer = frame if made is not None else None
+    while outer is not None:
+        code = outer.f_code
+        its_self = [outer.f_locals.get(name) for name in code.co_varnames[:1]]
+        if code.co_name == "__init__" and any(one is made for one in its_self):
+            frame = outer.f_back
+        outer = outer.f_back
+    innermost, users = lines_of(frame)
+    line = users or innermost
+    return line and replace(line, file=real_file(line.file))
 
 
 def with_real_files(value: Any) -> Any:

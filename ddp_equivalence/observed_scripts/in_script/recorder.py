@@ -24,23 +24,20 @@ from torch.utils.data import DataLoader
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.in_script.around import after
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
-from ddp_equivalence.observed_scripts.in_script.fetched import (
-    FetchedBatches,
-    digest,
-    end_process,
-    generator_state,
-)
+from ddp_equivalence.observed_scripts.in_script.draws import generator_state
 from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     ModuleNames,
     class_that_keeps,
     named_tensors,
+    place_of_caller,
     unwrapped,
     whole,
 )
+from ddp_equivalence.observed_scripts.in_script.loaders import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.watch import (
     Watch,
-    place_of_caller,
+    end_process,
 )
 from ddp_equivalence.observed_scripts.queries import Instructions
 from ddp_equivalence.observed_scripts.record import (

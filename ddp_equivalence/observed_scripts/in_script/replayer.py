@@ -8,41 +8,37 @@ import random
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from multiprocessing.connection import Connection
+from functools import cached_property
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_equivalence.comparison.rounding import NudgedInside
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.observed_scripts.in_script.closer_look import LoggedOperations
-from ddp_equivalence.observed_scripts.in_script.fetched import (
-    AskedQueries,
-    FedLoaders,
-    RowsInTensor,
-    default_generator,
-    set_generator_state,
-    state_for,
+from ddp_equivalence.observed_scripts.in_script.draws import (
+    RankGenerators,
+    Source,
+    follow_restored_states,
 )
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors, put, whole
-from ddp_equivalence.observed_scripts.in_script.watch import Watch, place_of_caller
+from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
+from ddp_equivalence.observed_scripts.in_script.watch import Watch, end_process
+from ddp_equivalence.observed_scripts.oracle import LEFT_OUT, MOST_TIMES
 from ddp_equivalence.observed_scripts.queries import (
     Answer,
     Instructions,
     Query,
-    RowOrder,
     path_of_kept,
 )
 from ddp_equivalence.observed_scripts.record import (
@@ -51,7 +47,6 @@ from ddp_equivalence.observed_scripts.record import (
     Record,
     Step,
     in_float64,
-    text_of_line,
 )
 from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
 
@@ -347,331 +342,180 @@ def _renew_groups() -> None:
             group._register_backend(torch.device("cpu"), kind, new)
 
 
-# Lets one process draw, for the rows of several ranks, the random numbers that each rank drew.
-#
-# A random operation whose result has entries for each row of the batch is cut into parts, and
-# each part is drawn by a generator in the state that its rank's was in.
+# The loaders through which a script gets the rows of the record, and how long their epochs are.
 
 
-@dataclass
-class Source:
-    """``state``: of a rank's generators; None if it is not known. ``count``: the rows of that rank.
-    ``rows``: which of them are in this process's batch; None for all. ``rank``: its number.
-    ``moved``: by the kind of device, the state in which what was drawn has left its generator.
+class FedLoaders:
+    """``loaders``: those of this process, which iterates over the same ones as the ranks did.
+    ``batches``: the number of the batch that each yields next, by the number of the loader.
     """
 
-    state: Tensor | None
-    count: int
-    rows: tuple[int, ...] | None
-    rank: int = 0
-    moved: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, record: Record, loaders: Loaders, asked: AskedQueries) -> None:
+        self._record, self._loaders, self._asked = record, loaders, asked
+        self.batches: dict[int, int] = {}
+        self._fed = set[bool]()
+
+    @cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """Those with which rank 0 trained."""
+        return self._record.step(0, self._record.steps[-1]).loaders
+
+    def is_fed(self, loader: int) -> bool:
+        """The loader with this number yields rows of the query that is computed now."""
+        return self._trains(loader) and self._has(self._asked.now, loader)
+
+    def feeds(self, loader: int) -> bool:
+        """``is_fed``, of a batch that it is about to yield for the step in progress."""
+        is_fed = self.is_fed(loader)
+        if self._trains(loader):
+            self._fed.add(is_fed)
+        return is_fed
 
     @property
-    def taken(self) -> int:
-        """The number of its rows in this process's batch."""
-        return self.count if self.rows is None else len(self.rows)
+    def is_of_other_phase(self) -> bool:
+        """The step in progress is of a phase that has another loader than that of the query."""
+        return self._fed == {False}
 
-    def now(self, device: torch.device) -> Tensor | None:
-        """The state of its generator. A device without a number is the current one."""
-        if device.type in self.moved or self.state is None:
-            return self.moved.get(device.type)
-        return state_for(device, self.state)
+    def was_of_other_phase(self) -> bool:
+        """``is_of_other_phase``, of the step that ends here."""
+        is_other, self._fed = self.is_of_other_phase, set()
+        return is_other
 
-    def draws(self, device: torch.device, draw: Callable[[], Any]) -> Any:
-        """Let torch draw on this device, inside of ``draw``, what this source draws next."""
-        generator, state = default_generator(device), self.now(device)
-        assert generator is not None
-        assert state is not None
-        kept = generator.get_state()
-        generator.set_state(state)
-        try:
-            return draw()
-        finally:
-            self.moved[device.type] = generator.get_state()
-            generator.set_state(kept)
+    def _trains(self, loader: int) -> bool:
+        return self._record.feed == "loader" and loader in self.in_order
+
+    def _has(self, query: Query, loader: int) -> bool:
+        wanted = self.in_order.index(loader)
+        steps = [self._record.step(query.ranks[0], number) for number in query.steps]
+        return any(one == wanted for step in steps for one, _ in step.used)
+
+    def next_batch(self, loader: int) -> int:
+        """The number of the batch that a loader yields now, among those of all queries."""
+        batch = self.batches.get(loader, 0)
+        while not self._has(query := self.of_batch(batch)[0], loader):
+            batch += len(query.micro_batches)
+        self.batches[loader] = batch + 1
+        return batch
+
+    def length_of(self, loader: Any, batches: int) -> int:
+        """How many batches a loader is said to have: as many as on the ranks, since a loss may
+        depend on it, or as many as an epoch has that a query has to itself.
+        """
+        if self._record.feed != "loader":
+            return batches
+        number, epoch = self._loaders.number_of(loader), self._record.step(0, 0).epoch
+        made = self._loaders.made_as(loader)
+        if number is None and made is not None and made == epoch.made:
+            number = self.in_order[0]  # it is asked before its first epoch
+        if number is None or not self.is_fed(number):
+            return batches
+        if number == self.in_order[0] and epoch.batches:
+            batches = epoch.batches
+        # The epoch of the last batch that was read, if its query is not answered yet; or the next.
+        next_batch = self.batches.get(number, 0)
+        last = self._place_of(next_batch - 1)[0] if next_batch else -1
+        is_answered = last < self._asked.answered
+        query = self._asked.query(self._place_of(next_batch)[0] if is_answered else last)
+        return len(query.micro_batches) if query.is_epoch else batches
+
+    def ends_epoch(self, loader: int, first: int) -> bool:
+        """The epoch that began with the batch ``first`` has no more batches for the script: the
+        query before the next batch, or its own, has an epoch to itself. Others go on as long as
+        there are queries, unless the script does something else in their middle.
+        """
+        batch = self.batches.get(loader, 0)
+        if batch == first or not self.is_fed(loader) or loader != self.in_order[0]:
+            return False
+        before, place = self.of_batch(batch - 1)
+        if before.is_epoch and place == len(before.micro_batches) - 1:
+            return True
+        after, place = self.of_batch(batch)
+        return after.is_epoch and place == 0
+
+    def of_batch(self, batch: int) -> tuple[Query, int]:
+        """The query to which a batch belongs, by its number among all that its loader yielded, and
+        its place there.
+        """
+        number, place = self._place_of(batch)
+        return self._asked.query(number), place
+
+    def _place_of(self, batch: int) -> tuple[int, int]:
+        first, number = 0, 0
+        while batch >= first + len(self._asked.query(number).micro_batches):
+            first += len(self._asked.query(number).micro_batches)
+            number += 1
+        return number, batch - first
 
 
-def _equal(one: Any, other: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        for a, b in pairs
-    )
+# The queries that a replay computes.
 
 
-States = list[dict[str, Tensor]]
-"""For each source, what it has ``moved``."""
-
-
-class RankGenerators(TorchDispatchMode):
-    """``missed``: how often each operation, which draws no rows, drew what not every rank drew.
-
-    ``counts``: whether that is counted now. ``alike``: the lines at which all ranks drew the same
-    numbers for their rows.
+class AskedQueries:
+    """Queries come over a socket, at which the judging process listens. The first use connects, so
+    that processes which compute nothing, such as launchers, are silent. ``folder``: of the socket.
+    ``answered``: the number of answers that were sent.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.missed: dict[str, int] = {}
-        self.alike: dict[str, None] = {}
-        self.counts = True
-        self._sources: list[Source] = []
-        self._made: dict[int, None] = {}  # so many rows the script made on each rank by itself
-        self._on = False
-        self._row_order: RowOrder = "by row"
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.folder = Path(path).parent
+        self.answered = 0
+        self._begun: list[Query] = []
+        self._only: Query | None = None
+        self._times = 0
 
-    def use(self, sources: Sequence[Source], draws: bool, row_order: RowOrder = "by row") -> None:
-        """Draw from these from now on. ``draws``: the script draws random numbers at all.
-        ``row_order``: that of what is drawn.
+    @cached_property
+    def _connection(self) -> Connection:
+        return Client(self._path, "AF_UNIX")
+
+    def close(self) -> None:
+        """Leave the connection to another process."""
+        if "_connection" in vars(self):
+            self._connection.close()
+
+    def asked_only_over(self, connection: Connection) -> None:
+        """From now on, answer only the query that comes over this connection, instead of the last
+        that came.
         """
-        self._sources, self._row_order = [], row_order
-        states = [source.state for source in sources if source.state is not None]
-        if not draws or len(states) < len(sources):
-            return
-        if len(sources) == 1 and sources[0].rows is None:
-            set_generator_state(states[0])
-            return
-        self._sources = list(sources)
-        self.begin()
+        self._connection = connection
+        self._only = self._begun[-1] = connection.recv()
 
-    def begin(self) -> None:
-        """Be told of every operation from now on, until the process ends."""
-        if not self._on:
-            self._on = True
-            self.__enter__()  # type: ignore[no-untyped-call]
+    def answer(self, answer: Answer) -> None:
+        """Send an answer. Of several answers to a query the first one counts."""
+        self._connection.send(("answer", answer))
+        self.answered += 1
+        if self._only is not None and answer.number == self._only.number:
+            end_process()
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Say why the query cannot be answered, and end the process."""
+        self._connection.send(("cannot", " ".join(reason.split())))
+        end_process()
+
+    def query(self, number: int) -> Query:
+        """The query with this number, in the order in which they are computed.
+
+        A loader that reads ahead asks before it has answered the query before. If there is no
+        other one yet, it is given the same again.
+        """
+        while len(self._begun) <= number:
+            self._begun.append(self._next())
+        return self._begun[number]
+
+    def _next(self) -> Query:
+        if self._only is not None:
+            self._times += 1
+            if self._times > MOST_TIMES:
+                self.refuse(LEFT_OUT)
+            return self._only
+        try:
+            self._connection.send(("next", self.answered))
+            query: Query = self._connection.recv()
+        except (EOFError, ConnectionError):  # there is none any more
+            end_process()
+        return query
 
     @property
-    def active(self) -> bool:
-        """This process draws for several sources now."""
-        return bool(self._sources)
-
-    def states(self) -> States:
-        """The states of the sources now."""
-        return [dict(one.moved) for one in self._sources]
-
-    def restore(self, states: States) -> None:
-        """Go back to states of the same sources."""
-        if len(states) == len(self._sources):
-            for one, moved in zip(self._sources, states, strict=True):
-                one.moved = dict(moved)
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Draw as usual inside the block, in which a loader makes a batch that is not used."""
-        sources, self._sources = self._sources, []
-        try:
-            yield
-        finally:
-            self._sources = sources
-
-    def forget(self) -> None:
-        """Draw as usual from now on, where a step begins."""
-        self._sources, self._made = [], {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and func not in DRAW_NOTHING
-        if not self._sources or not is_random or not drops_something(func, args, named):
-            return func(*args, **named)
-        if "out" in named or named.get("generator") is not None:
-            return func(*args, **named)
-        device = device_of(args, named)
-        is_known = all(one.now(device) is not None for one in self._sources)
-        writes = func._schema.is_mutable and func not in IN_PLACE
-        if writes or not is_known or default_generator(device) is None:
-            self._note_missed(func)  # it is not known what it writes to, or from what it draws
-            return func(*args, **named)
-        size: Sequence[int] = ()
-        if func in IN_PLACE | MADE | LIKE:
-            size = args[-1] if func in MADE else first_tensor(args).shape
-        read = self._sources
-        made = ([replace(one, count=rows, rows=None) for one in read] for rows in self._made)
-        for sources in (read, *made):
-            rows = sum(one.taken for one in sources)
-            where = RowsInTensor.of(size, rows, self._row_order)
-            if where is not None and not (where.dim and func in OF_DIM_0):
-                self._note_alike(device)
-                return _rows_drawn(sources, where, device, func, args, named)
-        return self._drawn_by_each(device, func, args, named)
-
-    def _drawn_by_each(
-        self, device: torch.device, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> Any:
-        """Draw as the first rank did, where no rows are drawn: right if every rank drew the same.
-        A new tensor for the rows of one rank becomes one for those of all.
-
-        The generators of all ranks move on.
-        """
-
-        def draw() -> Any:
-            drawn = func(*args, **named)
-            return pytree.tree_map_only(Tensor, Tensor.clone, drawn)  # it may be written to again
-
-        results = [one.draws(device, draw) for one in self._sources]
-        if not all(_equal(results[0], one) for one in results):
-            if func in MADE and (rows := self._rows_that_were_made(results)) is not None:
-                return rows
-            self._note_missed(func)
-        return args[0].copy_(results[0]) if func in IN_PLACE else results[0]
-
-    def _rows_that_were_made(self, made: Sequence[Tensor]) -> Tensor | None:
-        """Join the rows of all ranks, if the script makes as many rows on each rank as it reads
-        there, or a part of them, or a multiple, whatever its loader gives. None if these are none.
-        """
-        count, length = self._sources[0].count, len(made[0]) if made[0].ndim else 0
-        if len(self._sources) < 2 or {one.count for one in self._sources} != {count}:
-            return None
-        if length == count:
-            pairs = zip(made, self._sources, strict=True)
-            return torch.cat([one if of.rows is None else one[list(of.rows)] for one, of in pairs])
-        are_all = all(one.taken == count for one in self._sources)
-        if length < 2 or (length % count and count % length) or not are_all:
-            return None
-        self._made[length] = None
-        return torch.cat([*made])
-
-    def _note_missed(self, func: Any) -> None:
-        if self.counts:
-            self.missed[str(func)] = self.missed.get(str(func), 0) + 1
-
-    def _note_alike(self, device: torch.device) -> None:
-        """Remember the line, if all ranks draw the same numbers for their rows there."""
-        states = [one.now(device) for one in self._sources]
-        if len({one.rank for one in self._sources}) > 1 and all(
-            _equal(states[0], x) for x in states
-        ):
-            self.alike[text_of_line(place_of_caller())] = None
-
-
-def _rows_drawn(
-    sources: Sequence[Source],
-    where: RowsInTensor,
-    device: torch.device,
-    func: Any,
-    args: tuple[Any, ...],
-    named: Mapping[str, Any],
-) -> Any:
-    """The result of an operation that draws the rows of these sources."""
-    counts = [one.taken for one in sources]
-    ndim = len(args[-1]) if func in MADE else first_tensor(args).ndim
-
-    def given(argument: Any, number: int, source: Source) -> Any:
-        """An argument with all rows of one source in the place of those of every source."""
-        if not isinstance(argument, Tensor) or argument.ndim != ndim:
-            return argument
-        if argument.shape[where.dim] != where.each * sum(counts):
-            return argument
-        first = sum(counts[:number])
-        rows = where.rows_of(argument, range(first, first + counts[number]))
-        if source.rows is not None:
-            return where.with_rows(rows, source.count, source.rows)
-        return where.empty(argument, source.count).copy_(rows)
-
-    def joined(drawn: Sequence[Tensor]) -> Tensor:
-        pairs = zip(drawn, sources, strict=True)
-        return where.joined(
-            [one if of.rows is None else where.rows_of(one, of.rows) for one, of in pairs]
-        )
-
-    results = []
-    for number, source in enumerate(sources):
-        if func in MADE:
-            arguments = (*args[:-1], where.shape(args[-1], source.count))
-        else:
-            arguments = tuple(given(one, number, source) for one in args)
-        results.append(source.draws(device, partial(func, *arguments, **named)))
-    if isinstance(results[0], tuple):  # a dropout returns its mask too
-        return tuple(map(joined, zip(*results, strict=True)))
-    return args[0].copy_(joined(results)) if func in IN_PLACE else joined(results)
-
-
-# Lets what a script does to the state of torch's generator hold for those of the ranks too.
-#
-# Activation checkpointing keeps the state before a part of the forward pass, and restores it to
-# compute that part again in the backward pass, with the same random numbers.
-
-MOST_REMEMBERED = 2_000
-"""So many states are remembered, of which each has 5 KB for each rank."""
-
-
-def follow_restored_states(generators: RankGenerators) -> None:
-    """Replace the functions of torch that read and set the state of the CPU's generator."""
-    remembered: dict[bytes, States] = {}
-
-    def get_rng_state() -> Tensor:
-        """The state, and another one each time, by which that of the ranks is known."""
-        if not generators.active:
-            return torch.default_generator.get_state()
-        torch.rand([], generator=torch.default_generator)
-        state = torch.default_generator.get_state()
-        if len(remembered) >= MOST_REMEMBERED:
-            remembered.pop(next(iter(remembered)))
-        remembered[state.numpy().tobytes()] = generators.states()
-        return state
-
-    def set_rng_state(state: Tensor) -> None:
-        torch.default_generator.set_state(state)
-        if generators.active and (known := remembered.get(state.numpy().tobytes())) is not None:
-            generators.restore(known)
-
-    for module in (torch, torch.random):
-        names: Any = module
-        names.get_rng_state, names.set_rng_state = get_rng_state, set_rng_state
-
-
-# The operations of torch that draw random numbers, and how each of them draws.
-
-aten: Any = torch.ops.aten
-
-IN_PLACE = {
-    *(aten.bernoulli_.float, aten.bernoulli_.Tensor, aten.uniform_.default, aten.normal_.default),
-    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
-    *(aten.exponential_.default, aten.log_normal_.default, aten.geometric_.default),
-}
-"""Operations that fill their first argument."""
-
-MADE = {
-    *(aten.rand.default, aten.randn.default, aten.normal.float_float),
-    *(aten.randint.default, aten.randint.low),
-}
-"""Operations that make a tensor of a given size, which is the last of their arguments."""
-
-LIKE = {
-    *(aten.rand_like.default, aten.randn_like.default),
-    *(aten.randint_like.default, aten.randint_like.low_dtype),
-    *(aten.native_dropout.default, aten._fused_dropout.default),
-    *(aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor, aten.multinomial.default),
-    *(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor),
-}
-"""Operations that make tensors with the rows of their first tensor. How many numbers they draw
-depends on its shape alone. A dropout on a GPU is one of them; on the CPU it is made of others.
-"""
-
-OF_DIM_0 = {aten.multinomial.default}
-"""The rows of these are in dim 0 at any rate."""
-
-DRAW_NOTHING = {aten.empty_like.default, aten.native_dropout_backward.default}
-
-
-def drops_something(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """False if an operation that may drop something, such as an attention, drops nothing."""
-    given = {one.name: one.default_value for one in func._schema.arguments}
-    given |= dict(zip(given, args, strict=False)) | dict(named)
-    of_dropout = "p" if "dropout" in str(func) else ""
-    probability = next((given[n] for n in ("dropout_p", "dropout", of_dropout) if n in given), 1.0)
-    return float(probability or 0.0) > 0.0 and given.get("train") is not False
-
-
-def device_of(args: Sequence[Any], named: Mapping[str, Any]) -> torch.device:
-    """Where an operation draws."""
-    if named.get("device") is not None:
-        return torch.device(named["device"])
-    tensor = first_tensor(args)
-    return torch.device("cpu") if tensor is None else tensor.device
-
-
-def first_tensor(args: Sequence[Any]) -> Any:
-    """The first tensor among the arguments; None if there is none."""
-    return next((one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)), None)
+    def now(self) -> Query:
+        """The first that is not answered yet."""
+        return self.query(self.answered)

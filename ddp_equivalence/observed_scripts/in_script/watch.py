@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,8 @@ from torch.utils.data import get_worker_info
 
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.call_watch import Lines
-from ddp_equivalence.measurement.calls import CodeLine, lines_of
 from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import is_batch_norm
-from ddp_equivalence.observed_scripts.in_script.fetched import (
-    Loaders,
-    follow_device,
-    generator_state,
-)
+from ddp_equivalence.observed_scripts.in_script.draws import follow_device, generator_state
 from ddp_equivalence.observed_scripts.in_script.hooks import (
     batch_in_float64,
     let_torch_draw,
@@ -35,9 +30,10 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     kept,
     mark_of,
     named_tensors,
-    real_file,
+    place_of_caller,
     whole,
 )
+from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
 from ddp_equivalence.observed_scripts.record import (
     Event,
     SeenCall,
@@ -287,26 +283,6 @@ class Watch:
         self._of_this_backward[name] = value if before is None else kept(before + value)
 
 
-# Which line of the user's code has called a function of torch that is watched.
-
-
-def place_of_caller(made: object = None) -> CodeLine | None:
-    """The innermost line of the user's own code that is running. ``made``: an object that is being
-    made; the lines of its own ``__init__`` do not count.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    outer = frame if made is not None else None
-    while outer is not None:
-        code = outer.f_code
-        its_self = [outer.f_locals.get(name) for name in code.co_varnames[:1]]
-        if code.co_name == "__init__" and any(one is made for one in its_self):
-            frame = outer.f_back
-        outer = outer.f_back
-    innermost, users = lines_of(frame)
-    line = users or innermost
-    return line and replace(line, file=real_file(line.file))
-
-
 # Which loss scale gradients still have.
 
 LARGE_SCALE = 1024.0
@@ -327,3 +303,10 @@ def scale_that_is_left(scale: float, names: ModuleNames, now: Step) -> float:
             squares["own"] += float(own.double().square().sum())
     divided = squares["own"] > 0 and squares["held"] < scale * squares["own"]
     return 1.0 if divided else scale
+
+
+def end_process() -> NoReturn:
+    """End this process, which has nothing more to do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_equivalence.observed_scripts.in_script.fetched import (
-    MOST_AHEAD,
-    FedLoaders,
-    FetchedBatches,
-    Loaders,
-)
+from ddp_equivalence.observed_scripts.in_script.loaders import MOST_AHEAD, FetchedBatches, Loaders
+from ddp_equivalence.observed_scripts.in_script.replayer import FedLoaders
 from ddp_equivalence.observed_scripts.record import Epoch, Step
 from ddp_equivalence.observed_scripts.rows import rows_of
 

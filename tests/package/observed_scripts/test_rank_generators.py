@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_equivalence.observed_scripts.in_script.fetched import (
+from ddp_equivalence.observed_scripts.in_script.draws import (
     BYTES_OF_CPU,
+    RankGenerators,
+    Source,
+    follow_restored_states,
     generator_state,
     set_generator_state,
 )
 from ddp_equivalence.observed_scripts.in_script.hooks import let_torch_draw
-from ddp_equivalence.observed_scripts.in_script.replayer import (
-    RankGenerators,
-    Source,
-    follow_restored_states,
-)
 from ddp_equivalence.observed_scripts.queries import RowOrder
 
 Drawn = tuple[Tensor, Tensor]
