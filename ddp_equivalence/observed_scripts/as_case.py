@@ -64,7 +64,7 @@ name.
 
 
 @dataclass(frozen=True)
-class ObservedStep:
+class ScriptStep:
     """One step of a script. ``number``: of the step. ``group``: the steps that are computed
     together, see ``Record.groups``. ``rows``: all rows that the ranks read, in their order.
     ``before``: the step before the group; None if it is not known. ``state``: as in ``Query``.
@@ -75,7 +75,7 @@ class ObservedStep:
     number: int
     group: tuple[int, ...]
     rows: tuple[Row, ...]
-    before: ObservedStep | None = None
+    before: ScriptStep | None = None
     state: State = OF_RECORD
 
     @property
@@ -182,7 +182,7 @@ def _is_whole(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def as_case(step: ObservedStep, kind: GradientKind) -> Case:
+def as_case(step: ScriptStep, kind: GradientKind) -> Case:
     """The case of a step. ``kind``: which gradients its loss leaves. Weights keep their dtypes."""
     weights = step.weights()
     order = tuple(weights)
@@ -313,7 +313,7 @@ def _in_float64(several: Sequence[Gradients]) -> Iterator[list[Tensor]]:
             yield [torch.zeros_like(like) if one is None else one.double() for one in found]
 
 
-def holds_the_mean_of_own(step: ObservedStep, more: GradientKind | None = None) -> bool:
+def holds_the_mean_of_own(step: ScriptStep, more: GradientKind | None = None) -> bool:
     """True if every rank holds the mean of what the ranks computed. ``more``: a kind of gradients
     that is added to each rank's own.
     """
@@ -336,7 +336,7 @@ class AnalysisOfScript(Analysis):
     """
 
     def __init__(
-        self, request: Request, expected: Expected, step: ObservedStep, kind: GradientKind
+        self, request: Request, expected: Expected, step: ScriptStep, kind: GradientKind
     ) -> None:
         super().__init__(request, expected)
         self.step, self.kind, self.second = step, kind, SecondRun()
@@ -387,7 +387,7 @@ class AnalysisOfScript(Analysis):
         return seen and replace(seen, factor_on_one_rank=lambda: 1.0)
 
 
-def _beside(step: ObservedStep, second: SecondRun, largest: float) -> BesideOneRank | None:
+def _beside(step: ScriptStep, second: SecondRun, largest: float) -> BesideOneRank | None:
     """``largest``: element of the gradient of all rows. Raises CannotReplay."""
     oracle, by_rank = step.oracle, second.operations
     if oracle is None or len(by_rank) < step.record.world_size:
@@ -434,7 +434,7 @@ class SecondRun:
     module: str = ""
 
 
-def what_to_look_at(step: ObservedStep, verdict: Verdict) -> LookAt | None:
+def what_to_look_at(step: ScriptStep, verdict: Verdict) -> LookAt | None:
     """Say what is to be watched; None unless the parameters of one module are compared."""
     modules = {name.partition(":")[0] for name in step.of_rank(0).stepped}
     analysis, recorded = verdict.analysis, step.of_rank(0)
@@ -450,7 +450,7 @@ def what_to_look_at(step: ObservedStep, verdict: Verdict) -> LookAt | None:
     )
 
 
-def seen_again(step: ObservedStep, again: Record, module: str) -> SecondRun:
+def seen_again(step: ScriptStep, again: Record, module: str) -> SecondRun:
     """Read what ``again`` shows of the step, in which this module was watched."""
     observations, operations = dict[int, Observation](), dict[int, Operations]()
     for rank in step.ranks:
@@ -463,7 +463,7 @@ def seen_again(step: ObservedStep, again: Record, module: str) -> SecondRun:
     return SecondRun(observations, operations, module)
 
 
-def is_the_same(step: ObservedStep, again: Record) -> bool:
+def is_the_same(step: ScriptStep, again: Record) -> bool:
     """True if the ranks read the same rows again, and began with the same weights but for rounding.
 
     ``again``: holds that step alone. Devices may round otherwise in the steps before it.
@@ -478,7 +478,7 @@ def is_the_same(step: ObservedStep, again: Record) -> bool:
     )
 
 
-def _rows(step: ObservedStep) -> list[list[tuple[int, int]]]:
+def _rows(step: ScriptStep) -> list[list[tuple[int, int]]]:
     """For each rank, the number of the first row of every micro-batch, and how many it has."""
     found: list[list[tuple[int, int]]] = []
     for rows in step.rows_by_rank:

@@ -40,7 +40,7 @@ from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.observed_scripts import not_comparable
 from ddp_equivalence.observed_scripts.as_case import (
     AnalysisOfScript,
-    ObservedStep,
+    ScriptStep,
     SecondRun,
     as_case,
 )
@@ -80,11 +80,11 @@ NO_ROWS: RowOrder = "no rows"
 EPOCHS_TAKE = 4
 """So many times as long may be spent on a step for which every question takes an epoch."""
 
-LookCloser = Callable[[ObservedStep, Verdict], SecondRun]
+LookCloser = Callable[[ScriptStep, Verdict], SecondRun]
 """Watches the ranks while they run again; the result is empty if they cannot be."""
 
 
-def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) -> Verdict:
+def judge(script: Script, step: ScriptStep, look_closer: LookCloser | None) -> Verdict:
     """The verdict on one step: of the gradients before clipping, unless they are reduced after it,
     then of those that are stepped with. ``look_closer``: used if something differs; None if
     differences are not explained.
@@ -122,7 +122,7 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     return _with_faults(verdict, faults)
 
 
-def _with_draws_in_order(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict:
+def _with_draws_in_order(script: Script, step: ScriptStep, kind: GradientKind) -> Verdict:
     """The verdict, where one process draws for the rows in the order that the script really has.
 
     It does not, if another order of the rows gives another gradient. Then other ways are tried.
@@ -176,7 +176,7 @@ def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
     return replace(verdict, outcome="different", cause=first.cause, findings=findings, reason="")
 
 
-def _compared(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict:
+def _compared(script: Script, step: ScriptStep, kind: GradientKind) -> Verdict:
     """Same, different or unknown, before any cause is looked for."""
     case = as_case(step, kind)
     optimizers = " + ".join(step.of_rank(0).optimizers)
@@ -215,7 +215,7 @@ def _compared(script: Script, step: ObservedStep, kind: GradientKind) -> Verdict
     return replace(verdict, outcome="different")
 
 
-def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) -> Verdict:
+def _explained(step: ScriptStep, verdict: Verdict, look_closer: LookCloser) -> Verdict:
     """The difference with its cause, if one of the known explanations fits."""
     analysis = verdict.analysis
     assert isinstance(analysis, AnalysisOfScript)
@@ -305,7 +305,7 @@ def request_of(script: Script, case: Case) -> Request:
 
 
 def measured(
-    step: ObservedStep,
+    step: ScriptStep,
     kind: GradientKind,
     expected: ExpectedOfScript,
     sample: ElementSample[GradientKey],
@@ -335,7 +335,7 @@ def measured(
 
 
 def _evidence(
-    step: ObservedStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
+    step: ScriptStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
 ) -> Evidence:
     entered = step.of_rank(rank).autocast
     return Evidence(
@@ -368,7 +368,7 @@ class ExpectedOfScript(Expected):
     orders, with weights that are moved by one eps. ``kind``: as in ``as_case``.
     """
 
-    def __init__(self, reference: Reference, step: ObservedStep, kind: GradientKind) -> None:
+    def __init__(self, reference: Reference, step: ScriptStep, kind: GradientKind) -> None:
         super().__init__(reference)
         self._step, self._kind = step, kind
 
@@ -422,7 +422,7 @@ class ExpectedOfScript(Expected):
 
 
 def with_state_of_one_process(
-    step: ObservedStep, verdict: Verdict, compared: Callable[[ObservedStep], Verdict]
+    step: ScriptStep, verdict: Verdict, compared: Callable[[ScriptStep], Verdict]
 ) -> Verdict:
     """The verdict on a step that is the same; or "different", if it is not the same from the
     buffers that one process has after the step before. ``compared``: gives a verdict on a step.
@@ -443,7 +443,7 @@ def with_state_of_one_process(
     return replace(beside, cause=finding.cause, findings=(finding,))
 
 
-def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
+def _moved_otherwise(step: ScriptStep) -> tuple[list[BufferBeside], State]:
     """The buffers that rank 0 had otherwise at the beginning of the step than one process, which
     has computed the step before with all rows; and where those of the one process are. None are
     known if it did not compute the two steps one after the other. Raises CannotReplay.
@@ -472,14 +472,14 @@ def _moved_otherwise(step: ObservedStep) -> tuple[list[BufferBeside], State]:
 
 
 def observations(
-    step: ObservedStep, sample: ElementSample[str], held: Mapping[int, Mapping[str, Tensor | None]]
+    step: ScriptStep, sample: ElementSample[str], held: Mapping[int, Mapping[str, Tensor | None]]
 ) -> dict[int, Observation]:
     """Rank -> what it was seen to do. ``held``: the gradients that are compared, of each rank."""
     return {rank: _observation(step, rank, sample, held[rank]) for rank in held}
 
 
 def _observation(
-    step: ObservedStep, rank: int, sample: ElementSample[str], held: Mapping[str, Tensor | None]
+    step: ScriptStep, rank: int, sample: ElementSample[str], held: Mapping[str, Tensor | None]
 ) -> Observation:
     recorded = step.of_rank(rank)
     weights = repr(sorted(one for one in recorded.weights.items() if step.short(one[0]) in held))

@@ -22,7 +22,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.observed_scripts.as_case import (
     AnalysisOfScript,
-    ObservedStep,
+    ScriptStep,
     SecondRun,
     holds_the_mean_of_own,
     left_over,
@@ -46,7 +46,7 @@ def _cannot_replay(why: str) -> Unknown:
     return Unknown(UnknownBecause.CANNOT_REPLAY, why)
 
 
-def reads_otherwise(step: ObservedStep) -> Unknown | None:
+def reads_otherwise(step: ScriptStep) -> Unknown | None:
     """Why a difference may lie in the replay: a rank's model was called with other values than in
     one process, which was given the rows of that rank alone.
     """
@@ -68,7 +68,7 @@ def reads_otherwise(step: ObservedStep) -> Unknown | None:
     return None
 
 
-def padded_by_guess(step: ObservedStep) -> Unknown | None:
+def padded_by_guess(step: ScriptStep) -> Unknown | None:
     """Why a difference may lie in the replay: ranks have padded their rows to other lengths, and
     one process has padded all of them with a value that no batch shows.
     """
@@ -87,7 +87,7 @@ def padded_by_guess(step: ObservedStep) -> Unknown | None:
     )
 
 
-def unfaithful(step: ObservedStep, second: SecondRun) -> Unknown | None:
+def unfaithful(step: ScriptStep, second: SecondRun) -> Unknown | None:
     """Why a difference may lie in the replay: on no rank do its rows alone give, in one process,
     the loss or a multiple of the gradient that the rank itself computed; or a rank for which they
     do not had one of its generators in another state.
@@ -150,7 +150,7 @@ class _Held(NamedTuple):
     here: str
 
 
-def _held_otherwise(step: ObservedStep, *ranks: int) -> list[_Held]:
+def _held_otherwise(step: ScriptStep, *ranks: int) -> list[_Held]:
     """The values that change from step to step in Python, and were others here than on a rank."""
     found = []
     for rank in ranks:
@@ -182,7 +182,7 @@ def _communicates_before_backward(second: SecondRun, rank: int) -> bool:
     return any(one.talks and one.name != "broadcast_" for one in forward)  # DDP sends buffers so
 
 
-def _repeats(step: ObservedStep) -> bool:
+def _repeats(step: ScriptStep) -> bool:
     """The script computes the same losses when it is asked twice."""
     try:
         return step.oracle is not None and step.oracle.repeats(step.group, step.rows)
@@ -190,7 +190,7 @@ def _repeats(step: ObservedStep) -> bool:
         return False
 
 
-def _models_return_the_same(step: ObservedStep) -> bool:
+def _models_return_the_same(step: ScriptStep) -> bool:
     """In float64, the modules of each rank return what they return for its rows in one process,
     to the element.
     """
@@ -208,7 +208,7 @@ def _models_return_the_same(step: ObservedStep) -> bool:
     return True
 
 
-def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown | None:
+def draws_otherwise(step: ScriptStep, analysis: AnalysisOfScript) -> Unknown | None:
     """Why a difference may lie in the random numbers: one process may not draw for each row what
     its rank drew. Then another order of the rows gives it another gradient.
     """
@@ -225,7 +225,7 @@ def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown |
     )
 
 
-def against_the_names(step: ObservedStep) -> Unknown | None:
+def against_the_names(step: ScriptStep) -> Unknown | None:
     """Nothing can be compared if the optimizer's parameters are in no module that was called."""
     recorded = step.of_rank(0)
     if recorded.unnamed and not step.weights():
@@ -247,7 +247,7 @@ CERTAIN = 5
 """So many times the rounding must the big batch's gradient leave unexplained."""
 
 
-def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Finding]:
+def wrong_though_averaged(step: ScriptStep, view: View | None) -> Iterator[Finding]:
     """The finding, if the ranks hold the mean of their own gradients, and the gradient of all rows
     is no mixture of these. ``view``: of the step.
     """
@@ -289,7 +289,7 @@ def wrong_though_averaged(step: ObservedStep, view: View | None) -> Iterator[Fin
         )
 
 
-def _line_of_coupled_loss(step: ObservedStep, view: View | None) -> tuple[PointedLine, ...]:
+def _line_of_coupled_loss(step: ScriptStep, view: View | None) -> tuple[PointedLine, ...]:
     """The line that made the loss; if that is not known, the one that called backward."""
     note = "the loss of this rank's rows alone"
     made = line_of_loss(view, note, is_fault=True) if view is not None else None

@@ -298,8 +298,8 @@ class Oracle:
             )
             answer = (self.script.answer_of_kept(query) if kept else None) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
-            wanted = self._wanted(group, len(micro_batches))
-            if found == wanted:
+            expected = self._expected_passes(group, len(micro_batches))
+            if found == expected:
                 self._require_rows(group, rows, answer)
                 self.arrangements.add(self._arrangement_of(group))
                 return answer
@@ -311,7 +311,7 @@ class Oracle:
         )
         raise CannotReplay(
             f"the script ran backward {_times(sum(found))} in one process, and "
-            f"{_times(sum(wanted))} were expected{fewer if sum(found) > sum(wanted) else ''}"
+            f"{_times(sum(expected))} were expected{fewer if sum(found) > sum(expected) else ''}"
         )
 
     def _arranged(
@@ -326,11 +326,11 @@ class Oracle:
             one_by_one = row.micro_batch, row.rank
             unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: ()}.get(arrangement, one_by_one[:1])
             units[unit].append(row)
-        wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * len(self._ranks))
+        expected = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * len(self._ranks))
         taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items())]
-        if wanted % len(taken):
+        if expected % len(taken):
             taken = [pieces_of(rows, counts)]
-        return tuple(taken * (wanted // len(taken)))
+        return tuple(taken * (expected // len(taken)))
 
     def _arrangement_of(self, group: tuple[int, ...]) -> Arrangement:
         if self.arrangement != ONE_AFTER_THE_OTHER:
@@ -359,15 +359,15 @@ class Oracle:
         joined = self._arrangement_of(group) == JOINED_AND_REPEATED
         times = len(self._ranks) if joined else 1
         for number, step in zip(group, answer.steps, strict=True):
-            wanted = sum(self._record.step(r, number).rows_of_calls for r in self._ranks)
+            expected = sum(self._record.step(r, number).rows_of_calls for r in self._ranks)
             found = step.rows_of_calls
-            if wanted * times != found:
+            if expected * times != found:
                 raise CannotReplay(
                     f"the script called its model with {found} rows in one process, and with "
-                    f"{wanted} on all ranks together: it does not take the rows that it is given"
+                    f"{expected} on all ranks together: it does not take the rows that it is given"
                 )
 
-    def _wanted(self, group: tuple[int, ...], micro_batches: int) -> tuple[int, ...]:
+    def _expected_passes(self, group: tuple[int, ...], micro_batches: int) -> tuple[int, ...]:
         """The backward passes that each step of a group should have."""
         if len(group) == 1:
             per_step = len(self._record.step(0, group[0]).losses)

@@ -17,7 +17,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.as_case import ScriptStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.record import (
     BEFORE_CLIP,
@@ -331,7 +331,7 @@ for rank, held in enumerate(step["gradients_of_ranks"]):
 '''
 
 
-def export(step: ObservedStep, folder: Path, headline: str, command: str, one_process: str) -> Path:
+def export(step: ScriptStep, folder: Path, headline: str, command: str, one_process: str) -> Path:
     """Write the step to a new folder. Returns the script that shows the difference.
 
     Raises BadCase if the script did not compute the step in one process.
@@ -376,7 +376,7 @@ class StepFacts:
     clips: str
 
     @classmethod
-    def of(cls, step: ObservedStep) -> StepFacts:
+    def of(cls, step: ScriptStep) -> StepFacts:
         """Read them from the record."""
         recorded = [step.of_rank(rank) for rank in step.ranks]
         losses = [loss for one in recorded for loss in one.losses]

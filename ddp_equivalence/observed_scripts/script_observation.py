@@ -17,7 +17,7 @@ from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.as_case import (
-    ObservedStep,
+    ScriptStep,
     SecondRun,
     is_the_same,
     seen_again,
@@ -231,7 +231,7 @@ class ScriptObservation:
             self.notes += _notes(oracle)
             self.alike = tuple(oracle.alike)
 
-    def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
+    def _verdict(self, script: Script, step: ScriptStep) -> Verdict:
         verdict = judge(script, step, None if self.has_explained else self._look_closer)
         if not self.has_explained:
             verdict.full_report()  # asks the script everything, while it runs
@@ -240,7 +240,7 @@ class ScriptObservation:
             self._export(step, verdict)
         return verdict
 
-    def _export(self, step: ObservedStep, verdict: Verdict) -> None:
+    def _export(self, step: ScriptStep, verdict: Verdict) -> None:
         """Write the step to files, if the user wants that."""
         if self.options.export is None or step.oracle is None:
             return
@@ -248,7 +248,7 @@ class ScriptObservation:
         script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
-    def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:
+    def _look_closer(self, step: ScriptStep, verdict: Verdict) -> SecondRun:
         """Let the ranks run again, and watch them; once, as the same lines make all steps."""
         look_at = None if self.has_looked_closer else what_to_look_at(step, verdict)
         self.has_looked_closer = True
@@ -268,7 +268,7 @@ class ScriptObservation:
             return SecondRun()
         return seen_again(step, record, look_at.module)
 
-    def _run_again(self, step: ObservedStep, look_at: LookAt) -> Record:
+    def _run_again(self, step: ScriptStep, look_at: LookAt) -> Record:
         """A record of one step that is watched closely. Raises ScriptFailed."""
         show("the ranks train again, and are watched")
         assert step.oracle is not None
@@ -405,16 +405,16 @@ this.
 """
 
 
-def observed_steps(record: Record, oracle: Oracle | None) -> list[ObservedStep]:
+def observed_steps(record: Record, oracle: Oracle | None) -> list[ScriptStep]:
     """All of them. ``oracle``: None if the one process is asked nothing."""
-    steps: list[ObservedStep] = []
+    steps: list[ScriptStep] = []
     for group in record.groups:
         rows, before = record.rows(group), steps[-1] if steps else None
-        steps += [ObservedStep(record, oracle, number, group, rows, before) for number in group]
+        steps += [ScriptStep(record, oracle, number, group, rows, before) for number in group]
     return steps
 
 
-def compute_in_their_order(steps: Sequence[ObservedStep], earlier: int) -> None:
+def compute_in_their_order(steps: Sequence[ScriptStep], earlier: int) -> None:
     """Let the one process compute all steps, as it does by itself, before it is asked anything else
     of them: the script may count its steps, and anneal its loss by that count. ``earlier``: so many
     steps came before the first one.

@@ -20,7 +20,7 @@ from ddp_equivalence.diagnosis.lines.source import classes_in, last_name, nodes_
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import (
-    ObservedStep,
+    ScriptStep,
     holds_the_mean_of_own,
     nearly_equal,
 )
@@ -88,7 +88,7 @@ def lines_at(at: CodeLine | None, note: str, missing: str = "") -> tuple[Pointed
     return () if at is None else (PointedLine(at, note, is_fault=True, missing=missing),)
 
 
-def faults_seen(step: ObservedStep) -> Iterator[Finding]:
+def faults_seen(step: ScriptStep) -> Iterator[Finding]:
     """The causes that were seen happening in this step, whatever is compared."""
     yield from _same_rows(step)
     yield from _nothing_reduced(step)
@@ -97,7 +97,7 @@ def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     yield from _weights_part(step)
 
 
-def _same_rows(step: ObservedStep) -> Iterator[Finding]:
+def _same_rows(step: ScriptStep) -> Iterator[Finding]:
     if any(row.row is None for row in step.rows):
         return
     read = [step.digests_of_rows(rank) for rank in step.ranks]
@@ -118,7 +118,7 @@ def _same_rows(step: ObservedStep) -> Iterator[Finding]:
     )
 
 
-def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
+def _nothing_reduced(step: ScriptStep) -> Iterator[Finding]:
     """Every rank steps with its own gradients, bit for bit, and they are not those of the others.
 
     This is also seen where ranks begin with different weights, so that nothing can be predicted.
@@ -155,7 +155,7 @@ def is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one, other)
 
 
-def reduces_after_clipping(step: ObservedStep) -> bool:
+def reduces_after_clipping(step: ScriptStep) -> bool:
     """True if every rank clips what it alone has computed, and all step with the same gradient.
 
     Before the clip nothing is reduced yet: what counts is the gradient that the optimizer gets.
@@ -170,12 +170,12 @@ def reduces_after_clipping(step: ObservedStep) -> bool:
 
 
 def _agree(
-    step: ObservedStep, one: tuple[int, GradientKind], other: tuple[int, GradientKind]
+    step: ScriptStep, one: tuple[int, GradientKind], other: tuple[int, GradientKind]
 ) -> bool:
     return nearly_equal(step.gradients(*one), step.gradients(*other))
 
 
-def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
+def _clipped_while_scaled(step: ScriptStep) -> Iterator[Finding]:
     clips = [clip for rank in step.ranks for clip in step.of_rank(rank).clips]
     for clip in [one for one in clips if one.scale != 1.0 and one.changed][:1]:
         scale, limit = text_of(clip.scale, ".6g"), text_of(clip.limit, ".3g")
@@ -192,7 +192,7 @@ def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
         )
 
 
-def clipped_otherwise(step: ObservedStep) -> Finding:
+def clipped_otherwise(step: ScriptStep) -> Finding:
     """The gradients are right before they are clipped, and not afterwards."""
     clips = [(rank, clip) for rank in step.ranks for clip in step.of_rank(rank).clips]
     texts = {
@@ -212,7 +212,7 @@ def clipped_otherwise(step: ObservedStep) -> Finding:
 # Parameters that some ranks train and others do not.
 
 
-def _not_trained_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+def _not_trained_on_some_ranks(step: ScriptStep) -> Iterator[Finding]:
     """Some ranks freeze what others train, or their optimizers do not have it."""
     recorded = [step.of_rank(rank) for rank in step.ranks]
     trained = set[str]().union(*(one.stepped for one in recorded))
@@ -245,7 +245,7 @@ def _not_trained_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
         )
 
 
-def _on_some_ranks(step: ObservedStep, by_rank: Sequence[set[str]]) -> tuple[list[int], str]:
+def _on_some_ranks(step: ScriptStep, by_rank: Sequence[set[str]]) -> tuple[list[int], str]:
     """The ranks that have a name which not all ranks have, and these names in words."""
     names = set[str]().union(*by_rank) - set[str].intersection(*by_rank)
     ranks = [rank for rank, own in enumerate(by_rank) if names & own]
@@ -253,12 +253,12 @@ def _on_some_ranks(step: ObservedStep, by_rank: Sequence[set[str]]) -> tuple[lis
     return ranks, min(map(step.short, names), default="") + more
 
 
-def _stepped_with(step: ObservedStep, number: int) -> list[set[str]]:
+def _stepped_with(step: ScriptStep, number: int) -> list[set[str]]:
     """For each rank, the parameters with which its optimizers stepped in a step."""
     return [set(step.record.step(rank, number).held) for rank in step.ranks]
 
 
-def other_optimizers_step(step: ObservedStep) -> Iterator[Finding]:
+def other_optimizers_step(step: ScriptStep) -> Iterator[Finding]:
     """No parameter is stepped with on all ranks, which in the first step had the same ones."""
     first, now = _stepped_with(step, step.record.steps[0]), _stepped_with(step, step.number)
     if any(names != first[0] for names in first) or now[0].intersection(*now):
@@ -283,7 +283,7 @@ def other_optimizers_step(step: ObservedStep) -> Iterator[Finding]:
 # Weights and buffers that are not trained, such as those of a teacher.
 
 
-def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
+def tensors_differ_between_ranks(step: ScriptStep) -> Iterator[Finding]:
     """Ranks have other values in tensors that are not trained, and a rank that has others than
     rank 0 computes what one process, which has those of rank 0, does not compute from its rows.
     """
@@ -321,7 +321,7 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
     )
 
 
-def _done_on_some_ranks(step: ObservedStep, change: LastLine, *of: str) -> tuple[PointedLine, ...]:
+def _done_on_some_ranks(step: ScriptStep, change: LastLine, *of: str) -> tuple[PointedLine, ...]:
     """The line that makes this change, if only some ranks run it."""
     by_rank = [step.of_rank(rank).last_line(change, *of) for rank in step.ranks]
     ranks = [rank for rank, line in enumerate(by_rank) if line is not None]
@@ -330,7 +330,7 @@ def _done_on_some_ranks(step: ObservedStep, change: LastLine, *of: str) -> tuple
     return lines_at(by_rank[ranks[0]], f"{change.value} on {ranks_by_number(ranks)} only")
 
 
-def line_of_buffer(step: ObservedStep, buffer: str) -> CodeLine | None:
+def line_of_buffer(step: ScriptStep, buffer: str) -> CodeLine | None:
     """The line in the class of its module that gives a buffer its value; None if none is known."""
     kept_by = step.of_rank(0).buffers_kept.get(buffer)
     name = re.split("[.:]", buffer)[-1]
@@ -376,7 +376,7 @@ def _written_to(node: ast.AST) -> list[ast.AST]:
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
 
 
-def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
+def _computes_what_its_rows_give(step: ScriptStep, rank: int) -> bool | None:
     """None if one process cannot compute it."""
     try:
         return nearly_equal(step.gradients(rank, OWN), step.computed(step.alone(rank)))
@@ -387,7 +387,7 @@ def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
 # What is added to the gradients of a step, or not divided.
 
 
-def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Finding]:
+def micro_batches_added_up(step: ScriptStep, verdict: Verdict) -> Iterator[Finding]:
     """The script divides its micro-batches among the ranks, and adds their gradients up: what each
     rank holds is then a part of the sum that one process makes.
     """
@@ -419,7 +419,7 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
     )
 
 
-def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
+def stale_gradients(step: ScriptStep) -> Iterator[Finding]:
     """Ranks went backward without having cleared the gradients of a step before, and the ranks
     hold the mean of these and of their own gradients.
     """
@@ -447,7 +447,7 @@ def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
 LENGTH_OF_DIGEST = 64
 
 
-def _weights_part(step: ObservedStep) -> Iterator[Finding]:
+def _weights_part(step: ScriptStep) -> Iterator[Finding]:
     """The finding, if trained weights differ between ranks that were equal before an earlier step,
     and so were their gradients. It names the option or the state of the optimizers that differed.
     """
@@ -477,7 +477,7 @@ def _weights_part(step: ObservedStep) -> Iterator[Finding]:
 
 
 def _what_differs(
-    step: ObservedStep, before: Sequence[Step], stepped: Collection[str]
+    step: ScriptStep, before: Sequence[Step], stepped: Collection[str]
 ) -> tuple[str, CodeLine | None]:
     """The first option or state of the optimizers that differs, in words, and the line of it."""
     by_rank = [one.steps_with for one in before]
