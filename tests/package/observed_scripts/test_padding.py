@@ -25,11 +25,6 @@ def test_what_rows_end_or_begin_with_is_the_padding(value: int, left: bool) -> N
     assert padding_of("x", parts) == Padding(value, is_seen=True)
 
 
-def test_features_are_padded_by_whole_vectors() -> None:
-    rows = pad_sequence([torch.randn(length, 4) for length in (3, 6, 2)], batch_first=True)
-    assert padding_of("x", [{"x": rows}]) == Padding(0.0, is_seen=True)
-
-
 def test_a_label_that_is_ignored_is_the_padding_wherever_it_stands() -> None:
     masked = torch.tensor([[7, -100, -100, 8, 9], [-100, 2, -100, 5, 6]])
     assert padding_of("targets", [{"targets": masked}]) == Padding(-100, is_seen=True)

@@ -67,18 +67,6 @@ def whole(states: Sequence[Tensor], count: int) -> list[Source]:
     return [Source(state, count, None) for state in states]
 
 
-def test_one_process_drops_for_each_row_what_its_rank_dropped(device: str) -> None:
-    drop = nn.Dropout(0.5)
-    states, masks = drawn_by_each(lambda: drop(torch.ones(3, 40, device=device)))
-    with drawing(whole(states, 3)) as generators:
-        both = drop(torch.ones(6, 40, device=device))
-        assert torch.equal(both, torch.cat(masks))
-        generators.use([Source(states[1], 3, (2, 0)), Source(states[0], 3, (1,))], draws=True)
-        some = drop(torch.ones(3, 40, device=device))
-        assert torch.equal(some, torch.stack([masks[1][2], masks[1][0], masks[0][1]]))
-        assert generators.missed == {}
-
-
 def test_the_rows_of_a_rank_alone_are_drawn_by_the_default_generators(device: str) -> None:
     states, masks = drawn_by_each(lambda: torch.rand(3, 40, device=device))
     with drawing([Source(states[1], 3, None)]):
@@ -102,6 +90,7 @@ LIKE: dict[str, Callable[[Tensor], Tensor]] = {
     "normal of a size": lambda ones: torch.normal(0.0, 1.0, tuple(ones.shape), device=ones.device),
     "bernoulli in place": lambda ones: ones.clone().bernoulli_(0.5 * ones),
     "multinomial": lambda ones: torch.multinomial(ones, 20),
+    "dropout": lambda ones: nn.functional.dropout(ones, 0.5),
     "native_dropout": fused_dropout,
 }
 """What is drawn with the rows of another tensor."""
