@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from random import Random
 from typing import Any, Generic, TypeVar
 
@@ -398,79 +399,66 @@ class Variation:
         return varied if self.examples is None else build.with_examples(varied, self.examples)
 
 
-class OwnCase:
-    """A user's case, in which everything may vary that the caller has not given.
+def variations(user_check: UserCheck, given: Mapping[str, Any]) -> Space[Variation]:
+    """All variations of a user's case, in everything that the caller has not given.
 
     ``given``: fields of the case and ``examples``, from the command line. The code of a trainer
     (``compare="update"``) fixes how many ranks there are and how many examples each step has, so
-    these do not vary. ``refused``: why some of them cannot be.
+    these do not vary.
     """
+    case, options = user_check.case, user_check.options
+    trains, by_position = options.get("compare") == "update", case.batch is not None
+    steps: Steps | None = options.get("steps", 1 if trains else None)
+    keeps = trains or isinstance(steps, tuple)
+    shards = given.get("shards", case.shards if keeps or case.shards == OWN else None)
+    examples: build.ExampleSubset | None = given.get("examples")
+    takes_all, available = keeps or examples is not None, CATALOGUE_EXAMPLES
+    if by_position or examples is not None:
+        of_case = case if examples is None else build.with_examples(case, examples)
+        available = build.examples_in(of_case)
+    layouts = [
+        name
+        for name in dict.fromkeys([*OWN_LAYOUTS, case.layout])
+        if not trains or parse(name).world_size == case.ranks.world_size
+        if _layout_suits(user_check.step, name)
+    ]
 
-    refused: BadCase | None = None
-
-    def __init__(self, user_check: UserCheck, given: Mapping[str, Any]) -> None:
-        case, options = user_check.case, user_check.options
-        self.case = case
-        trains = options.get("compare") == "update"
-        steps: Steps | None = options.get("steps", 1 if trains else None)
-        keeps = trains or isinstance(steps, tuple)
-        shards = given.get("shards", case.shards if keeps or case.shards == OWN else None)
-        self._examples: build.ExampleSubset | None = given.get("examples")
-        self._takes_all = keeps or self._examples is not None
-        self._by_position = case.batch is not None
-        of_case = case if self._examples is None else build.with_examples(case, self._examples)
-        self._available = CATALOGUE_EXAMPLES
-        if self._by_position or self._examples is not None:
-            self._available = build.examples_in(of_case)
-        layouts = [
-            name
-            for name in dict.fromkeys([*OWN_LAYOUTS, case.layout])
-            if not trains or parse(name).world_size == case.ranks.world_size
-            if _layout_suits(user_check.step, name)
-        ]
-        self._shards_vary = shards is None
-        dtypes = dict.fromkeys([*DTYPES, case.dtype])
-        self.space = Space(
-            (
-                OWN_SHARDS if shards is None else [shards],
-                [given["layout"]]
-                if "layout" in given
-                else sorted(layouts, key=lambda name: parse(name).world_size),
-                range(1, self._available + 1),
-                (1, 2, 3) if steps is None else [steps],
-                [given["dtype"]] if "dtype" in given else list(dtypes),
-                [given["seed"]] if "seed" in given else SEEDS,
-            ),
-            self._variation,
-        )
-
-    def _variation(
-        self, shards: str, layout: str, each: int, steps: Steps, dtype: Any, seed: int
+    def make(
+        of_shards: str, layout: str, each: int, of_steps: Steps, dtype: Any, seed: int
     ) -> Variation | None:
         """``each``: the examples of one step, as far as nothing else decides on them."""
-        batches = steps if self._by_position and isinstance(steps, int) else 1
+        batches = of_steps if by_position and isinstance(of_steps, int) else 1
         ranks = parse(layout).world_size
         try:
-            sizes = explicit_sizes(shards, ranks)
-        except BadCase as error:
-            self.refused = error
+            sizes = explicit_sizes(of_shards, ranks)
+        except BadCase:  # they are those of another number of ranks
             return None
-        if self._takes_all:
-            if self._available % batches:
-                return None
-            each = self._available // batches
-            if sizes is not None and isinstance(steps, int) and sum(sizes) != each:
+        if takes_all:
+            each = available // batches
+            is_other = sizes is not None and isinstance(of_steps, int) and sum(sizes) != each
+            if is_other or available % batches:
                 return None
         elif sizes is not None:
             each = sum(sizes)
-        elif shards in EVEN_SHARDS:
+        elif of_shards in EVEN_SHARDS:
             each -= each % ranks
-        if not 0 < each * batches <= self._available:
+        if not 0 < each * batches <= available:
             return None
-        if self._shards_vary and not _fit(shards, each, ranks):
+        if shards is None and not _fit(of_shards, each, ranks):
             return None
-        taken = self._examples if self._takes_all else each * batches
-        return Variation(layout, shards, taken, dtype, seed, steps)
+        taken = examples if takes_all else each * batches
+        return Variation(layout, of_shards, taken, dtype, seed, of_steps)
+
+    fields = {
+        "shards": OWN_SHARDS if shards is None else [shards],
+        "layout": sorted(layouts, key=lambda name: parse(name).world_size),
+        "each": range(1, available + 1),
+        "steps": (1, 2, 3) if steps is None else [steps],
+        "dtype": list(dict.fromkeys([*DTYPES, case.dtype])),
+        "seed": SEEDS,
+    }
+    held = {name: [given[name]] for name in ("layout", "dtype", "seed") if name in given}
+    return Space(list((fields | held).values()), make)
 
 
 def _fit(shards: str, examples: int, ranks: int) -> bool:
@@ -492,7 +480,7 @@ def search_variations(
 
     ``repeat`` writes the command that repeats one. Raises BadCase if no variation can run at all.
     """
-    own = OwnCase(user_check, given)
+    case, space = user_check.case, variations(user_check, given)
     refused: list[BadCase] = []
 
     def judge(variation: Variation) -> Judged:
@@ -500,7 +488,7 @@ def search_variations(
         # A hang gets no second look here, but when somebody repeats the case.
         with settings.using(settings.replaced(repeat=repeat(variation), second_look=False)):
             try:
-                verdict = check(variation.of(own.case), user_check.step, **options)
+                verdict = check(variation.of(case), user_check.step, **options)
             except BadCase as error:
                 refused.append(error)
                 return Judged("refused", str(error))
@@ -516,13 +504,13 @@ def search_variations(
         return Judged("failed", reason, f"failed ({reason})", verdict.repeat, str(verdict))
 
     search = Search[Variation](lambda one: one.layout, judge)
-    drawn = own.space.draw(wanted, "0")
+    drawn = space.draw(wanted, "0")
     if not drawn:
-        if own.refused is not None:
-            raise own.refused
+        for shards, layout in product(*space.fields[:2]):
+            explicit_sizes(shards, parse(layout).world_size)  # raises BadCase if it cannot be
         right = "left out: there are too few examples for the ranks and steps that are given"
         raise BadCase("explore", wanted, right)
-    print(f"{len(drawn)} variations of {own.case}", flush=True)
+    print(f"{len(drawn)} variations of {case}", flush=True)
     search.try_all(drawn)
     if refused and search.count(outcome="refused") == len(search.judged):
         raise refused[0]

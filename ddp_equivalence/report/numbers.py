@@ -72,7 +72,7 @@ def held(verdict: Verdict) -> list[Item | Line]:
         differing = [one.name for one in comparison.differing]
         words.append(Line(cut(f"  {only_in(differing)}", width)))
     if shares is not None and can_be_shown(shares) and not all_are_right(shares):
-        return [ShareTable.of(shares, verdict.case.ranks.world_size, words)]
+        return [ShareTable(shares, verdict.case.ranks.world_size, words)]
     return list(words)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
@@ -131,84 +132,69 @@ MOST_OF_GROUP = 8
 
 @dataclass(frozen=True)
 class ShareTable:
-    """The shares by rank, with equal rows together.
+    """The shares by rank, with equal rows together. ``words``: the same without a table."""
 
-    ``head``: the ranks of each column, more of them if it ``has_more``.
-    ``expected``: the counts that their examples should have.
-    ``rows``: what is held, and the ranks that hold it. ``apart``: what stands there instead if
-    these are too many and every rank holds its own examples only. ``details``: what the means over
-    a rank's examples hide. ``words``: the same without a table.
-    """
-
-    head: Cells
-    has_more: bool
-    expected: Cells
-    rows: Sequence[tuple[Cells, list[int]]]
-    ranks: int
-    apart: Sequence[str]
-    details: Sequence[str]
+    shares: Shares
+    world_size: int
     words: Sequence[Line]
 
-    @classmethod
-    def of(cls, shares: Shares, world_size: int, words: Sequence[Line]) -> ShareTable:
-        """The table of these shares."""
-        columns, every_row = _columns(shares, world_size), list(shares.by_rank.values())
+    @cached_property
+    def _columns(self) -> list[list[int]]:
+        """The ranks whose examples share a column."""
+        if self.world_size <= MOST_COLUMNS:
+            return [[rank] for rank in range(self.world_size)]
+        columns: list[list[int]] = []
+        last = None
+        for rank in range(self.world_size):
+            held = [share_text(row[rank]) for row in self.shares.by_rank.values()]
+            if held == last:
+                columns[-1].append(rank)
+            else:
+                columns.append([rank])
+            last = held
+        return columns[:MOST_COLUMNS]
+
+    @cached_property
+    def _rows(self) -> list[tuple[Cells, list[int]]]:
+        """Different rows, and the ranks that hold each."""
         cells = (
-            (rank, _row_texts([row[ranks[0]] for ranks in columns], shares))
-            for rank, row in shares.by_rank.items()
+            (rank, _row_texts([row[ranks[0]] for ranks in self._columns], self.shares))
+            for rank, row in self.shares.by_rank.items()
         )
-        known = [any(row[rank] is not None for row in every_row for rank in of) for of in columns]
-        return cls(
-            head=tuple(map(range_of_ranks, columns)),
-            has_more=sum(map(len, columns)) < world_size,
-            expected=tuple("1.00" if one else "-" for one in known),
-            rows=list(ranks_by(cells).items()),
-            ranks=len(every_row),
-            apart=_own_and_others(shares),
-            details=[text for text in _details(shares) if text],
-            words=words,
-        )
+        return list(ranks_by(cells).items())
+
+    @cached_property
+    def _details(self) -> list[str]:
+        return [text for text in _details(self.shares) if text]
 
     def lines(self, shape: Shape) -> Sequence[Line]:
         """The table with as many rows as there may be; in words if there may be none."""
         if not shape.rows:
             return self.words
-        texts = self.apart
-        if len(self.rows) <= shape.rows or not texts:
-            texts = list(self._texts(shape.rows))
-        shown = (*texts, *(self.details if shape.details else ()))
+        # If the rows are too many, and every rank holds its own examples only, it says that.
+        apart = [] if len(self._rows) <= shape.rows else _own_and_others(self.shares)
+        texts = apart or list(self._texts(shape.rows))
+        shown = (*texts, *(self._details if shape.details else ()))
         return [Line(cut(f"  {text}", shape.width)) for text in shown]
 
     def _texts(self, most: int) -> Iterator[str]:
-        shown = self.rows if len(self.rows) <= most else self.rows[: most - 1]
-        names = [holders(ranks, self.ranks, range_of_ranks) for _, ranks in shown]
+        columns, every_row = self._columns, list(self.shares.by_rank.values())
+        known = (any(row[rank] is not None for row in every_row for rank in of) for of in columns)
+        shown = self._rows if len(self._rows) <= most else self._rows[: most - 1]
+        names = [holders(ranks, len(every_row), range_of_ranks) for _, ranks in shown]
         labels = ["examples of", "should count", *names]
-        table = [self.head, self.expected, *(cells for cells, _ in shown)]
+        expected = ["1.00" if one else "-" for one in known]
+        table = [list(map(range_of_ranks, columns)), expected, *(list(cells) for cells, _ in shown)]
         widths = [max(6, *map(len, column)) + 2 for column in zip(*table, strict=True)]
+        has_more = sum(map(len, columns)) < self.world_size
         for number, (label, cells) in enumerate(zip(labels, table, strict=True)):
             numbers = "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
-            dots = "  ..." if number == 0 and self.has_more else ""
+            dots = "  ..." if number == 0 and has_more else ""
             yield f"{label:<{max(map(len, labels))}}{numbers}{dots}"
-        others = [rank for _, ranks in self.rows[len(shown) :] for rank in ranks]
+        others = [rank for _, ranks in self._rows[len(shown) :] for rank in ranks]
         if others:
             verb = plural(len(others), "holds", "hold")
             yield f"{range_of_ranks(others)} {verb} other shares"
-
-
-def _columns(shares: Shares, world_size: int) -> list[list[int]]:
-    """The ranks whose examples share a column."""
-    if world_size <= MOST_COLUMNS:
-        return [[rank] for rank in range(world_size)]
-    columns: list[list[int]] = []
-    last = None
-    for rank in range(world_size):
-        held = [share_text(row[rank]) for row in shares.by_rank.values()]
-        if held == last:
-            columns[-1].append(rank)
-        else:
-            columns.append([rank])
-        last = held
-    return columns[:MOST_COLUMNS]
 
 
 def _own_and_others(shares: Shares) -> list[str]:

@@ -21,10 +21,10 @@ from ddp_equivalence.commands import exploration
 from ddp_equivalence.commands.exploration import (
     OWN_LAYOUTS,
     Judged,
-    OwnCase,
     Search,
     Space,
     Variation,
+    variations,
 )
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import UserCheck
@@ -60,8 +60,8 @@ def explored(step: Any, wanted: int, **given: Any) -> Search[Variation]:
 
 def drawn_of(step: Any, wanted: int, **options: Any) -> list[Variation]:
     given, fields = options.pop("given", {}), options.pop("fields", {})
-    own = OwnCase(UserCheck(own_case(**fields), step, options), given)
-    drawn = list(own.space.draw(wanted, "0"))
+    space = variations(UserCheck(own_case(**fields), step, options), given)
+    drawn = list(space.draw(wanted, "0"))
     assert len(drawn) == wanted
     return drawn
 

@@ -118,7 +118,7 @@ def shares(rows: Mapping[int, tuple[float | None, ...]], **changes: Any) -> Shar
 
 
 def table_of(world_size: int, found: Shares, most_rows: int = 6) -> list[str]:
-    lines = ShareTable.of(found, world_size, ()).lines(Shape(rows=most_rows))
+    lines = ShareTable(found, world_size, ()).lines(Shape(rows=most_rows))
     return [line.text for line in lines]
 
 
