@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.report.record import Reading, Returned, listening, watched
+from ddp_equivalence.report.record import Reading, listening, watched
 
 if TYPE_CHECKING:
     from ddp_equivalence.faults.plant import PlantedFault
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # may still read it, so the end of the test's teardown decides. The verdict of a fixture is judged
 # when the fixture is torn down, after all tests that could have read it.
 
-_returned = pytest.StashKey[list[Returned]]()
+_returned = pytest.StashKey[list[Reading]]()
 _passed = pytest.StashKey[bool]()
 
 
@@ -44,7 +44,7 @@ class UnreadVerdicts:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[object]
     ) -> Generator[None, object, object]:
-        returned: list[Returned] = []
+        returned: list[Reading] = []
         not_passed_before = self._not_passed
 
         def judge() -> None:
@@ -91,9 +91,9 @@ class UnreadVerdicts:
         self._not_passed += not report.passed
         return report
 
-    def _judge(self, returned: Iterable[Returned], of_fixture: str = "") -> None:
+    def _judge(self, returned: Iterable[Reading], of_fixture: str = "") -> None:
         """Fails if one of the verdicts was not read."""
-        unread = [one.reading for one in returned if not one.reading.done]
+        unread = [one for one in returned if not one.done]
         if unread:
             messages = (self._message(reading, of_fixture) for reading in unread)
             failure = pytest.fail.Exception("\n".join(messages), pytrace=False)

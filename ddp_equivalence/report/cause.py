@@ -212,7 +212,7 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
     wrong = verdict.wrong_step
     if wrong is not None:
         yield wrong.sentence
-    if verdict.read_in_another_order:
+    if verdict.read_order:
         yield "The big batches follow what the steps read: another order than the batch has."
         if wrong is not None and wrong.number is not None:
             first = sum(verdict.examples[: wrong.number - 1])

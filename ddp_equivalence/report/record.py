@@ -33,7 +33,7 @@ class Reading:
     """One check as messages name it, and whether anybody has read its verdict.
 
     ``file`` and ``line``: where ``check`` was called. ``done``: something that the check found out
-    was read from the verdict, or from a copy of it.
+    was read from the verdict, or from a copy of it. ``can_be_read``: somebody has kept the verdict.
     """
 
     subject: str
@@ -41,28 +41,12 @@ class Reading:
     file: str
     line: int
     done: bool = False
-
-
-@dataclass(frozen=True)
-class Returned:
-    """A verdict that ``check`` has returned.
-
-    ``verdict`` is a weak reference, and ``reading`` holds none, so that a verdict which nobody
-    keeps is freed and one that is kept can be pickled.
-    """
-
-    verdict: weakref.ref[Verdict]
-    reading: Reading
-
-    @property
-    def can_be_read(self) -> bool:
-        """False if nobody has kept the verdict."""
-        return self.verdict() is not None
+    can_be_read: bool = True
 
 
 _listeners: list[Listener] = []
 
-_watched: list[list[Returned]] = []
+_watched: list[list[Reading]] = []
 """The lists of all ``watched`` blocks that are running, the innermost last."""
 
 
@@ -80,8 +64,8 @@ def listening(listener: Listener) -> AbstractContextManager[Listener]:
     return _while_listed(listener, _listeners)
 
 
-def watched() -> AbstractContextManager[list[Returned]]:
-    """Collect the verdicts that ``check`` returns in the block, but not in a block inside it."""
+def watched() -> AbstractContextManager[list[Reading]]:
+    """Collect the readings of what ``check`` returns in the block, but not in a block inside it."""
     return _while_listed([], _watched)
 
 
@@ -99,7 +83,8 @@ def begin(verdict: Verdict) -> None:
 
     file, line, _ = users_place(sys._getframe(1))
     reading = Reading(verdict.subject, verdict.outcome, file, line)
-    _watched[-1].append(Returned(weakref.ref(verdict), reading))
+    weakref.finalize(verdict, setattr, reading, "can_be_read", False)
+    _watched[-1].append(reading)
     verdict.__dict__[READING] = reading
 
 

@@ -79,12 +79,12 @@ def judged(trainer: object) -> Verdict:
 
 def test_rows_that_are_made_anew_are_followed_in_the_order_that_is_declared() -> None:
     verdict = judged(Trainer())
-    assert (verdict.outcome, verdict.read_in_another_order) == ("same", True)
+    assert (verdict.outcome, bool(verdict.read_order)) == ("same", True)
 
 
 def test_without_it_another_order_is_a_difference() -> None:
     verdict = judged(SaysNothing())
-    assert (verdict.outcome, verdict.read_in_another_order) == ("different", False)
+    assert (verdict.outcome, bool(verdict.read_order)) == ("different", False)
 
 
 def test_to_declare_other_examples_makes_nothing_the_same() -> None:

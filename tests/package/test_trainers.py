@@ -43,7 +43,7 @@ def test_a_prepared_step_keeps_its_wrapper_and_its_schedule() -> None:
 def test_the_order_in_which_a_trainer_reads_is_no_difference() -> None:
     verdict = judged(own_trainers.Shuffles())
     assert verdict.outcome == "same"
-    assert verdict.read_in_another_order
+    assert verdict.read_order
     assert "another order" in str(verdict)
 
 

@@ -31,6 +31,15 @@ from tests.package.report.exported_scripts import (
 from tests.package.someone_elses_run import run
 
 
+@pytest.fixture
+def their_file(tmp_path: Path, forget_imports: None) -> Path:
+    """A user's file. Modules that are imported from its folder are removed afterwards."""
+    (tmp_path / "beside.py").write_text(BESIDE)
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
 def test_the_script_of_a_users_file_shows_the_difference_under_torchrun(
     their_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
