@@ -53,15 +53,10 @@ SCALING = ("mul", "mul_", "div", "div_")
 
 
 class OperationLog(TorchDispatchMode):
-    """Records what runs inside the block. Ask ``found`` afterwards. ``most_operations``,
-    ``most_bytes``: nothing is recorded after so many operations, or so many bytes of values.
-    """
+    """Records what runs inside the block. Ask ``found`` afterwards."""
 
-    def __init__(
-        self, most_operations: int = MOST_OPERATIONS, most_bytes: int = MOST_BYTES
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
-        self._most_operations, self._most_bytes = most_operations, most_bytes
         self._operations: list[Operation] = []
         self._values: dict[Value, int] = {}
         self._writer: dict[int, int] = {}  # address of a storage -> the last operation to write it
@@ -166,8 +161,8 @@ class OperationLog(TorchDispatchMode):
                 recorded=torch.is_grad_enabled(),
             )
         )
-        too_many = self._bytes > self._most_bytes or self._bytes_kept > MOST_KEPT
-        if number + 1 >= self._most_operations or too_many:
+        too_many = self._bytes > MOST_BYTES or self._bytes_kept > MOST_KEPT
+        if number + 1 >= MOST_OPERATIONS or too_many:
             self._end()
 
     def _noted(self, tensors: Iterable[Tensor]) -> tuple[int | None, ...]:

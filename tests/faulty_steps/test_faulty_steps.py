@@ -38,7 +38,7 @@ WRITTEN_WITH = "2.13."
 these only the first line of each report is held, beside its cause and the lines that it shows.
 """
 
-OTHER_LINES = {"s64_two_level_mesh", "s163_click_prediction"}
+OTHER_LINES = {"s163_click_prediction"}
 """The steps whose report shows other lines than the faulty one if no edits are tried."""
 
 GOLDEN = (

@@ -41,6 +41,8 @@ MARKED = "> marks where the ranks part from it."
 MOST_DIVERGENCES = 2
 MOST_SHOWN = 3
 MOST_RANGES = 3
+MOST_WORDS = 9
+"""So many words of what no rank reads stand in a headline."""
 
 FIRST_OTHER = (
     "What earlier lines gave to the first marked line was not seen to differ from one rank; what "
@@ -130,13 +132,14 @@ def with_unread(found: Whereabouts, unread: Sequence[Unread]) -> Whereabouts:
     for one in unread:
         of.setdefault(one.examples, []).append(one.name)
     what = " and ".join(f"{example_numbers(n)} of {' and '.join(x)}" for n, x in of.items())
+    some = f"some examples of {' and '.join(one.name for one in unread)}"
     lines = [PointedLine(line, "takes the others", True) for one in unread for line in one.lines]
     others = [replace(one, is_fault=False) for one in found.lines]
     before = "" if found.kind == "not seen" else found.sentence
     return replace(
         found,
         kind="own gradient",
-        headline=f"no rank reads {what}",
+        headline=f"no rank reads {what if len(what.split()) <= MOST_WORDS else some}",
         sentence=f"The loss of the case reads {what}, and no rank does. {before}".rstrip(),
         lines=first_of_each_line([*lines, *others]),
         shows_later=False,

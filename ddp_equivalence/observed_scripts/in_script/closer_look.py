@@ -213,16 +213,12 @@ def _with_names(call: Call, names: Mapping[int, str]) -> Call | None:
 
 # Logs the operations of one step of a script, on a rank or in one process, as ``check`` does.
 
-MOST_OPERATIONS = 20_000
-MOST_BYTES = 256 * 1024**2
-"""Scripts train larger models than steps that are checked, and each is logged only once."""
-
 
 class LoggedOperations:
     """Logs from now on."""
 
     def __init__(self) -> None:
-        self._log = OperationLog(MOST_OPERATIONS, MOST_BYTES)
+        self._log = OperationLog()
         self._log.__enter__()
 
     @classmethod

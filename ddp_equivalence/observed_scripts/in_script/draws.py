@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_equivalence.measurement.draws import draws_numbers
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import place_of_caller
 from ddp_equivalence.observed_scripts.queries import RowOrder
 from ddp_equivalence.observed_scripts.record import text_of_line
@@ -143,8 +144,7 @@ class RankGenerators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         named = dict(kwargs or {})
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and func not in DRAW_NOTHING
-        if not self._sources or not is_random or not drops_something(func, args, named):
+        if not self._sources or not draws_numbers(func, args, named):
             return func(*args, **named)
         if "out" in named or named.get("generator") is not None:
             return func(*args, **named)
@@ -322,17 +322,6 @@ depends on its shape alone. A dropout on a GPU is one of them; on the CPU it is 
 
 OF_DIM_0 = {aten.multinomial.default}
 """The rows of these are in dim 0 at any rate."""
-
-DRAW_NOTHING = {aten.empty_like.default, aten.native_dropout_backward.default}
-
-
-def drops_something(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """False if an operation that may drop something, such as an attention, drops nothing."""
-    given = {one.name: one.default_value for one in func._schema.arguments}
-    given |= dict(zip(given, args, strict=False)) | dict(named)
-    of_dropout = "p" if "dropout" in str(func) else ""
-    probability = next((given[n] for n in ("dropout_p", "dropout", of_dropout) if n in given), 1.0)
-    return float(probability or 0.0) > 0.0 and given.get("train") is not False
 
 
 def device_of(args: Sequence[Any], named: Mapping[str, Any]) -> torch.device:
