@@ -148,11 +148,13 @@ def _be_a_rank_of(world_size: int) -> None:
 
 
 def processes_of(leader: int) -> list[psutil.Process]:
-    """All processes in the session that this process leads."""
+    """All processes in the session that this process leads. Those that have ended are left out,
+    though the first process of a container may never wait for them.
+    """
     found = []
     for one in psutil.process_iter():
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getsid(one.pid) == leader:
+        with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(one.pid) == leader and one.status() != psutil.STATUS_ZOMBIE:
                 found.append(one)
     return found
 
@@ -186,11 +188,12 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """End it with all that it has started; they have ended when this returns."""
-        processes = processes_of(self.pid)
-        for one in processes:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs([one for one in processes if one.pid != self.pid], timeout=60)
+        until = time.monotonic() + 60
+        while (processes := processes_of(self.pid)) and time.monotonic() < until:
+            for one in processes:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            time.sleep(0.005)
 
 
 @cache
