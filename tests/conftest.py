@@ -1,9 +1,9 @@
 """Which tests run in every change, and which only in the thorough run.
 
 ``ci/cpu.sh`` runs with ``--ddp-pairwise``, as ``ddp-equivalence run`` does: of the catalogue and
-the planted faults it chooses few tests that have every pair of values. Of the files below it runs
-every n-th test, in the order of their names. ``ci/cpu.sh --thorough`` runs all tests. The part is
-the same in every run.
+the planted faults it chooses few tests that have every pair of values, and it leaves out tests with
+the mark ``thorough``. Of the folders and files below it runs every n-th test, in the order of their
+names. ``ci/cpu.sh --thorough`` runs all tests. The part is the same in every run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 
 ONE_OF = {
-    "diagnosis": 6,
-    "diagnosis/names/test_claims.py": 48,
-    "diagnosis/test_planted_faults.py": 1,
-    "gpu_rehearsal": 12,
     "package/commands": 4,
-    "package/diagnosis": 8,
-    "package/gate": 4,
     "package/observed_scripts": 4,
     "package/observed_scripts/test_commands_and_files.py": 3,
     "package/observed_scripts/test_observed_scripts.py": 6,

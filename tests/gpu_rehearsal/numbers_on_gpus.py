@@ -229,6 +229,7 @@ def test_what_was_waited_for_is_the_same(step: Any) -> None:
     assert verdict.outcome == "same", str(verdict)
 
 
+@pytest.mark.self_check
 def test_limits_follow_the_rounding_of_the_ranks_device() -> None:
     """This needs tensors that know their device."""
     verdict = check(case(RoundsOnTheGpu), averages)

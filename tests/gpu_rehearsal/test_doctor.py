@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.gpu_rehearsal.rehearsal import rehearse
 
 SABOTAGE = '''
@@ -53,6 +55,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.thorough
 def test_the_doctor_asks_every_gpu_and_every_pair() -> None:
     doctor = rehearse("ddp_equivalence", "doctor", gpus=4)
     assert doctor.returncode == 0, doctor.output
@@ -70,6 +73,7 @@ def test_the_doctor_asks_every_gpu_and_every_pair() -> None:
     assert not doctor.initialised_by_no_rank()
 
 
+@pytest.mark.thorough
 def test_the_doctor_asks_the_lanes_that_share_the_only_gpu() -> None:
     doctor = rehearse("ddp_equivalence", "doctor", gpus=1)
     assert doctor.returncode == 0, doctor.output
@@ -97,6 +101,7 @@ def test_a_gpu_that_is_lost_does_not_hide_the_others() -> None:
     assert "export CUDA_VISIBLE_DEVICES=0,2" in text
 
 
+@pytest.mark.thorough
 def test_wrong_answers_are_wrong(tmp_path: Path) -> None:
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
     visible = {"CUDA_VISIBLE_DEVICES": "3,1"}

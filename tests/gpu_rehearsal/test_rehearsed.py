@@ -1,7 +1,8 @@
 """The suite, its commands, and tests written for GPUs, on machines that seem to have GPUs.
 
 Every rehearsal starts pytest and imports torch anew, so each of them answers many questions: the
-files ``*_on_gpus.py`` and ``*_on_one_gpu.py`` have tests that run there.
+files ``*_on_gpus.py`` and ``*_on_one_gpu.py`` have tests that run there. In every change run those
+of the numbers, of the plan, and one of each file beside this one.
 """
 
 from __future__ import annotations
@@ -39,13 +40,6 @@ def test_numbers_lines_and_reports_are_right_on_four_gpus() -> None:
     assert "9 of 9 caught, 9 of 9 named" in rehearsed.output
 
 
-def test_rounding_is_measured_on_the_device_of_a_rank() -> None:
-    numbers = f"{HERE}/numbers_on_gpus.py"
-    rehearsed = rehearse(*PYTEST, numbers, "-k", "limits_follow", gpus=2, strict=True)
-    assert rehearsed.returncode == 0, rehearsed.output
-    assert "1 passed" in rehearsed.output
-
-
 def _one_case_of_each_layout() -> list[catalogue.Trial]:
     """Trials with one model and one loss; two of them are for gloo with CUDA tensors."""
     return [
@@ -62,20 +56,22 @@ FILES = ("tests/equivalence/test_ddp.py", "tests/equivalence/test_data_parallel.
 
 SELECTED = (
     "((test_ddp_mean or test_data_parallel_gives) and [mlp-mse_mean- and equal-float64 "
-    "and not steps and not update) or shared_on_one_gpu"
+    "and not steps and not update) or shared_on_one_gpu or limits_follow"
 )
 
+ON_ONE_GPU = f"{HERE}/shared_on_one_gpu.py"
+ROUNDING = f"{HERE}/numbers_on_gpus.py::test_limits_follow_the_rounding_of_the_ranks_device"
 
-@pytest.mark.parametrize(
-    ("gpus", "strict", "more"), [(1, False, (f"{HERE}/shared_on_one_gpu.py",)), (8, True, ())]
-)
+
+@pytest.mark.parametrize(("gpus", "strict", "more"), [(1, False, ON_ONE_GPU), (8, True, ROUNDING)])
+@pytest.mark.thorough
 def test_each_layout_runs_and_ranks_share_gpus_where_there_are_too_few(
-    gpus: int, strict: bool, more: tuple[str, ...]
+    gpus: int, strict: bool, more: str
 ) -> None:
     trials = _one_case_of_each_layout()
     on_nccl = [trial for trial in trials if trial.backend is None]
     runs = [trial for trial in on_nccl if trial.case.ranks.world_size <= gpus]
-    command = (*PYTEST, *FILES, *more, "-k", SELECTED, "--must-run", "nccl")
+    command = (*PYTEST, *FILES, more, "-k", SELECTED, "--must-run", "nccl")
     rehearsed = rehearse(*command, gpus=gpus, strict=strict)
     assert rehearsed.returncode == 0, rehearsed.output
     compared = dict(re.findall(r"^lane (\w+): (\d+) cases? compared", rehearsed.output, re.M))
@@ -115,6 +111,7 @@ def step(model, shard, rank):
 """
 
 
+@pytest.mark.thorough
 def test_a_users_step_that_calls_cuda_is_checked(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     rehearsed = rehearse(
@@ -154,6 +151,7 @@ def test_the_plan_needs_no_context_and_is_the_documented_one() -> None:
     assert "NOT RUN" not in text
 
 
+@pytest.mark.thorough
 def test_a_run_says_which_gpus_were_used_and_that_the_transport_is_not_known(
     tmp_path: Path,
 ) -> None:
@@ -198,6 +196,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_nccl_refuses_two_ranks_of_one_host_on_one_gpu(tmp_path: Path) -> None:
     (tmp_path / "duplicates.py").write_text(DUPLICATES)
     rehearsed = rehearse("duplicates", gpus=1, folder=tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.gpu_rehearsal.rehearsal import Rehearsed, rehearse
 
 MANY_SETS = """
@@ -58,6 +60,7 @@ def test_idle_ranks_leave_gpus_that_have_no_memory_for_more(tmp_path: Path) -> N
     assert any(" no_memory " in line for line in rehearsed.log), "nothing had to leave"
 
 
+@pytest.mark.thorough
 def test_idle_ranks_leave_gpus_that_only_one_process_may_use(tmp_path: Path) -> None:
     rehearsed = many_sets(tmp_path, MANY_SETS, "-n", "2", exclusive=True)
     assert "6 passed" in rehearsed.output, rehearsed.output

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gpu_rehearsal.rehearsal import Rehearsed, rehearse
 
 LANES = ("--must-run=nccl", "--must-run=data_parallel")
@@ -93,6 +95,7 @@ def test_two_gpus_run_what_they_can_and_are_green(tmp_path: Path) -> None:
     assert not rehearsed.initialised_by_no_rank()
 
 
+@pytest.mark.thorough
 def test_a_lane_whose_ranks_never_start_fails_once() -> None:
     rehearsed = suite(1, "ddp_mean and 1x1", lanes=(), files=CHOSEN[:1], lost=0)
     assert rehearsed.returncode == 1, rehearsed.output
@@ -101,6 +104,7 @@ def test_a_lane_whose_ranks_never_start_fails_once() -> None:
     assert "unspecified launch failure" in rehearsed.output
 
 
+@pytest.mark.thorough
 def test_nvml_that_cannot_initialise_is_a_reason_and_no_error_of_collection() -> None:
     environment = {"PRETEND_NVML": "mismatch"}
     rehearsed = suite(2, ONE_PAIR, lanes=(), files=CHOSEN[:2], environment=environment)
@@ -109,6 +113,7 @@ def test_nvml_that_cannot_initialise_is_a_reason_and_no_error_of_collection() ->
     assert not rehearsed.initialised_by_no_rank()
 
 
+@pytest.mark.thorough
 def test_a_users_own_test_stays_red_on_a_lane_that_must_run(tmp_path: Path) -> None:
     """Where ranks can share GPUs, the test passes, and the run fails: nothing ran on ``nccl``."""
     (tmp_path / "test_theirs.py").write_text(USERS_STEP)
@@ -125,6 +130,7 @@ def test_a_users_own_test_stays_red_on_a_lane_that_must_run(tmp_path: Path) -> N
     assert "--must-run nccl: FAILED, nothing was compared on this lane" in shared.output
 
 
+@pytest.mark.thorough
 def test_a_step_that_asks_for_a_gpu_on_the_cpu_reads_why_it_is_there(tmp_path: Path) -> None:
     file = tmp_path / "theirs.py"
     file.write_text(USERS_STEP)

@@ -20,6 +20,7 @@ from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import fault_trials
 from ddp_equivalence.report.verdict import Verdict
+from tests.combinations import each_once
 from tests.diagnosis.names import (
     drawing_models,
     test_data,
@@ -79,14 +80,10 @@ OWN_STEPS = (
 )
 
 
-PLANTED = [
-    (fault, step, ("1x2", "2x2")[(row + column) % 2])
-    for row, fault in enumerate(sorted(FAULTS))
-    for column, step in enumerate(OWN_STEPS)
-]
+ON_LAYOUTS = [(step, layout) for layout in ("1x2", "2x2") for step in OWN_STEPS]
 
 
-@pytest.mark.parametrize(("fault", "step", "layout"), PLANTED)
+@pytest.mark.parametrize(("fault", "step", "layout"), each_once(sorted(FAULTS), ON_LAYOUTS))
 def test_a_report_on_a_planted_fault_says_only_what_was_seen(
     fault: str, step: Step, layout: str
 ) -> None:
@@ -153,8 +150,7 @@ FAULTY_STEPS: list[Step] = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["1x2", "2x2"])
-@pytest.mark.parametrize("step", FAULTY_STEPS)
+@pytest.mark.parametrize(("step", "layout"), each_once(FAULTY_STEPS, ["1x2", "2x2"]))
 def test_a_report_on_a_faulty_step_says_only_what_was_seen(step: Step, layout: str) -> None:
     verdict = check(case(layout), step)
     text = report(verdict)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import check
+from tests.combinations import each_once
 from tests.diagnosis.names.small_case import (
     EXAMPLES,
     Loss,
@@ -97,9 +98,10 @@ COUNTED: list[tuple[Any, Loss, str]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize("reduced", [by_hand, under_ddp])
-@pytest.mark.parametrize(("batch", "loss", "unit"), COUNTED)
+@pytest.mark.parametrize(
+    ("batch", "loss", "unit", "reduced", "layout"),
+    each_once(COUNTED, [(by_hand, "1x2"), (under_ddp, "1x4")]),
+)
 def test_the_count_that_a_loss_divides_by_is_named(
     batch: Any, loss: Loss, unit: str, reduced: Any, layout: str
 ) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ddp_equivalence import Rank, check
 from ddp_equivalence.diagnosis import analysis, shares
 from ddp_equivalence.measurement.draws import DrawReplay
+from tests.combinations import each_once
 from tests.diagnosis.names.drawing_models import (
     DRAWING,
     Device,
@@ -52,8 +53,9 @@ def told(verdict: Any) -> str:
     return " ".join(str(verdict).split())
 
 
-@pytest.mark.parametrize("device", [on_the_cpu, another_device])
-@pytest.mark.parametrize(("model", "loss"), DRAWING)
+@pytest.mark.parametrize(
+    ("model", "loss", "device"), each_once(DRAWING, [on_the_cpu, another_device])
+)
 def test_whatever_draws_is_compared_with_the_numbers_that_the_ranks_drew(
     model: Any, loss: Loss, device: Device
 ) -> None:
@@ -76,8 +78,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "cause", "device"), FAULTS)
-@pytest.mark.parametrize(("model", "loss"), DRAWING)
+@pytest.mark.parametrize(("model", "loss", "fault", "cause", "device"), each_once(DRAWING, FAULTS))
 def test_random_numbers_excuse_no_fault(
     model: Any, loss: Loss, fault: Any, cause: str, device: Device
 ) -> None:
@@ -273,8 +274,10 @@ NOT_ADDITIVE: list[tuple[Any, Loss, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "reduced"), [("1x2", by_hand), ("1x4", under_ddp)])
-@pytest.mark.parametrize(("model", "loss", "batch"), NOT_ADDITIVE)
+@pytest.mark.parametrize(
+    ("model", "loss", "batch", "layout", "reduced"),
+    each_once(NOT_ADDITIVE, [("1x2", by_hand), ("1x4", under_ddp)]),
+)
 def test_a_loss_that_is_no_mean_over_counts_is_not_called_one(
     model: Any, loss: Loss, batch: Any, reduced: Any, layout: str
 ) -> None:

@@ -132,7 +132,17 @@ def test_without_an_edit_nothing_is_red(original: Path, tmp_path: Path) -> None:
     assert [str(one) for one in judgement.findings if one.level == "red"] == []
 
 
-@pytest.mark.parametrize("name", REGRESSIONS)
+IN_EVERY_CHANGE = ("a strategy computes something else", "tests are skipped")
+"""Each takes ten seconds. The finding of every kind is tested from two records in test_gate.py."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_EVERY_CHANGE else pytest.mark.thorough)
+        for name in REGRESSIONS
+    ],
+)
 def test_a_regression_is_red_for_what_it_is(original: Path, tmp_path: Path, name: str) -> None:
     regression = REGRESSIONS[name]
     edited = tmp_path / "edited"
