@@ -100,7 +100,9 @@ COUNTED: list[tuple[Any, Loss, str]] = [
 
 @pytest.mark.parametrize(
     ("batch", "loss", "unit", "reduced", "layout"),
-    each_once(COUNTED, [(by_hand, "1x2"), (under_ddp, "1x4")]),
+    each_once(
+        COUNTED, [(by_hand, "1x2"), (under_ddp, "1x4"), (by_hand, "1x4"), (under_ddp, "1x2")]
+    ),
 )
 def test_the_count_that_a_loss_divides_by_is_named(
     batch: Any, loss: Loss, unit: str, reduced: Any, layout: str
