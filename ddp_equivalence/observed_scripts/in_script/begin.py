@@ -11,6 +11,7 @@ from ddp_equivalence.observed_scripts.queries import VARIABLE, Instructions
 def begin() -> None:
     """Do what this process was told in its environment."""
     from ddp_equivalence.observed_scripts.in_script import hooks
+    from ddp_equivalence.observed_scripts.in_script.kept_tensors import send_real_files
     from ddp_equivalence.observed_scripts.in_script.recorder import Recorder
     from ddp_equivalence.observed_scripts.in_script.replayer import Replayer
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
@@ -27,6 +28,7 @@ def begin() -> None:
         hooks.drop_nothing()
     if instructions.working_folder:
         hooks.keep_files(instructions.working_folder)
+        send_real_files()
     if instructions.role == "replay":
         hooks.let_sequences_be_unsorted()
     watch: Watch = (

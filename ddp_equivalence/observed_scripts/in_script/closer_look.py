@@ -23,7 +23,7 @@ from ddp_equivalence.measurement.observation import Observation, RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.returned import DeclaredRows
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import unwrapped, with_real_files
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import unwrapped
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.queries import LookAt
 from ddp_equivalence.observed_scripts.record import write_whole
@@ -103,7 +103,7 @@ class CloserLook:
             if name.startswith(prefix)
         }
         found = self._observer.found(of_module, new_collectives())
-        write_whole(folder / FILE, (with_real_files(_unscaled(found, scales)), operations))
+        write_whole(folder / FILE, (_unscaled(found, scales), operations))
 
 
 def _unscaled(found: Observation, scales: Sequence[float]) -> Observation:
@@ -242,5 +242,4 @@ class LoggedOperations:
         if not self.stop():
             return None
         gradients = {name: one.grad for name, one in module.named_parameters()}
-        found: Operations = with_real_files(self._log.found(gradients))
-        return found
+        return self._log.found(gradients)

@@ -47,16 +47,14 @@ def install(watch: Watch) -> None:
 
 
 def _watch_wrappers(watch: Watch) -> None:
-    def wrapped(initialise: Any, ddp: Any, *arguments: Any, **named: Any) -> None:
-        initialise(ddp, *arguments, **named)
-        watch.wrapped.append((ddp, lines_of(sys._getframe(1))))
+    def wrapped(ddp: Any) -> None:
+        watch.wrapped.append((ddp, lines_of(sys._getframe())))
 
-    def no_sync(call: Any, ddp: Any) -> Any:
-        watch.no_sync_at = lines_of(sys._getframe(1))
-        return call(ddp)
+    def not_synchronised(ddp: Any) -> None:
+        watch.no_sync_at = lines_of(sys._getframe())
 
-    around(DistributedDataParallel, "__init__", wrapped)
-    around(DistributedDataParallel, "no_sync", no_sync)
+    after(DistributedDataParallel, "__init__", wrapped)
+    after(DistributedDataParallel, "no_sync", not_synchronised)
 
 
 def _watch_modules(watch: Watch) -> None:
@@ -241,12 +239,8 @@ def drop_nothing() -> None:
             arguments = (*arguments[:DROPOUT_P], 0.0, *arguments[DROPOUT_P + 1 :])
         return attention(*arguments, **named)
 
-    def initialised(initialise: Any, layer: nn.RNNBase, *arguments: Any, **named: Any) -> None:
-        initialise(layer, *arguments, **named)
-        layer.dropout = 0.0
-
     around(functional, "scaled_dot_product_attention", without_dropout)
-    around(nn.RNNBase, "__init__", initialised)
+    after(nn.RNNBase, "__init__", lambda layer: setattr(layer, "dropout", 0.0))
 
 
 # Lets one process pack sequences that every rank has sorted by their lengths.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import math
 import os
@@ -11,7 +12,6 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from types import FrameType
@@ -307,16 +307,23 @@ def class_that_keeps(module: nn.Module, buffer: str) -> CodeLine | None:
         kind = type(module.get_submodule(buffer.rpartition(".")[0]))
     except AttributeError:  # it is inside a wrapper, which has no part in the name
         return None
-    return CodeLine(real_file(_file_of(kind)), 0, kind.__name__) if _is_of_users(kind) else None
+    return CodeLine(_file_of(kind), 0, kind.__name__) if _is_of_users(kind) else None
 
 
 # Lines of code in the user's own files, also where a script runs in a copy made of links.
 
 
-@lru_cache(maxsize=4096)
-def real_file(file: str) -> str:
-    """The file that a link stands for."""
-    return os.path.realpath(file) if os.path.islink(file) else file
+def send_real_files() -> None:
+    """From now on, a line that is sent to another process names the file that a link stands for."""
+
+    @lru_cache(maxsize=4096)
+    def real_file(file: str) -> str:
+        return os.path.realpath(file) if os.path.exists(file) else file  # such as <string>
+
+    def sent(line: CodeLine) -> tuple[type[CodeLine], tuple[Any, ...]]:
+        return CodeLine, (real_file(line.file), line.number, line.function)
+
+    copyreg.pickle(CodeLine, sent)
 
 
 def place_of_caller(made: object = None) -> CodeLine | None:
@@ -332,19 +339,4 @@ def place_of_caller(made: object = None) -> CodeLine | None:
             frame = outer.f_back
         outer = outer.f_back
     innermost, users = lines_of(frame)
-    line = users or innermost
-    return line and replace(line, file=real_file(line.file))
-
-
-def with_real_files(value: Any) -> Any:
-    """Copy dataclasses, tuples and dicts, with every line in its real file."""
-    if isinstance(value, CodeLine):
-        return replace(value, file=real_file(value.file))
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(with_real_files, value))
-    if isinstance(value, dict):
-        return {with_real_files(key): with_real_files(one) for key, one in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        new = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        return replace(value, **{name: with_real_files(one) for name, one in new.items()})
-    return value
+    return users or innermost
