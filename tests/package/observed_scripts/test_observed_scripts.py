@@ -17,9 +17,12 @@ import pytest
 from ddp_equivalence import NothingCompared, observe
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.observed_scripts import launch
 from ddp_equivalence.observed_scripts.as_case import MARKED
 from ddp_equivalence.observed_scripts.oracle import SECONDS_OF_KEPT
+from ddp_equivalence.observed_scripts.report import as_json
 from ddp_equivalence.report.render import line_to_look_at
+from tests.package.observed_scripts.interpreters import started
 from tests.package.observed_scripts.observing import SCRIPTS, observed, outcomes, source_of_fault
 
 
@@ -317,3 +320,63 @@ def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None
     assert outcomes(observed("varying.py", "two_steps")) == ["same"] * 2
     found = observed("varying.py", "two_steps", "attribute", "uneven")
     assert outcomes(found) == ["different"] * 2, str(found)
+
+
+# --- ranks that draw the same random numbers for their rows
+
+
+@pytest.mark.parametrize(
+    ("words", "dropout", "line"),
+    [
+        pytest.param("alike", True, "else model(inputs)", id="masks of dropout"),
+        pytest.param("alike noise", False, "torch.randn(", id="noise"),
+    ],
+)
+def test_ranks_that_draw_alike_are_told_and_the_step_stays_the_same(
+    words: str, dropout: bool, line: str
+) -> None:
+    found = observed("classifier.py", *words.split(), steps=1, dropout=dropout)
+    assert found.outcome == "same"
+    ((file, number),) = (place.split(":") for place in found.draws_alike)
+    assert line in (SCRIPTS / file).read_text().splitlines()[int(number) - 1]
+    (warning,) = found.warnings
+    assert "every rank draws the same random numbers for its rows" in warning
+    for report in (str(found), found.full_report()):
+        assert "Warning: every rank draws the same" in report
+    assert as_json(found)["warnings"] == [warning]
+
+
+@pytest.mark.parametrize(
+    ("words", "dropout"), [("", True), ("alike", False), ("alike noise jointly", False)]
+)
+def test_ranks_may_draw_other_numbers_or_none_or_one_for_all_rows(
+    words: str, dropout: bool
+) -> None:
+    found = observed("classifier.py", *words.split(), steps=1, dropout=dropout)
+    assert (found.outcome, found.warnings) == ("same", ())
+
+
+@pytest.mark.parametrize(("words", "code"), [("alike", 1), ("", 0)])
+def test_strict_lets_a_warning_fail(
+    words: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(SCRIPTS)
+    monkeypatch.setattr(launch, "start", started)
+    script = [sys.executable, "classifier.py", *words.split(), "--nprocs", "2"]
+    assert main(["observe", "--steps", "1", "--strict", "--", *script]) == code
+    assert ("Warning: " in capsys.readouterr().out) == bool(code)
+
+
+# --- the forks in which these tests run scripts
+
+
+def test_a_fork_gives_what_an_interpreter_gives_that_was_started() -> None:
+    words = ("classifier.py", "clip")
+    command = (sys.executable, *words, "--nprocs", "2")
+    with_processes = observe(command, folder=SCRIPTS)
+    assert with_processes.verdicts
+    assert without_seconds(str(observed(*words))) == without_seconds(str(with_processes))
+
+
+def without_seconds(report: str) -> list[str]:
+    return [line for line in report.splitlines() if not line.strip().startswith("Seconds:")]
