@@ -28,7 +28,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
 )
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
 from ddp_equivalence.diagnosis.lines.source import run_lines
-from ddp_equivalence.diagnosis.lines.words import first_of, last_of, names_text
+from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of, names_text
 from ddp_equivalence.diagnosis.means_of_parts import gradients_by_backward
 from ddp_equivalence.diagnosis.reduced import (
     Groups,
@@ -105,7 +105,7 @@ def _lines_of_groups(view: View) -> Sequence[PointedLine]:
     ]
     if not reduced:
         return _lines_of_wrapper(view)
-    return [reduced[0], *lines_of_groups(view, calls.reductions), *reduced[1:2]]
+    return in_order(view, reduced[0], *lines_of_groups(view, calls.reductions), *reduced[1:2])
 
 
 def _lines_of_wrapper(view: View) -> Sequence[PointedLine]:
