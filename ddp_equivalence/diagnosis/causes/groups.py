@@ -61,8 +61,6 @@ def _groups_seen(view: View) -> Groups:
 def _in_groups(view: View, groups: Groups) -> Iterator[Prediction]:
     """The mean or the sum of the gradients of the ranks in each rank's own group."""
     for local in view.local_gradients if groups else ():
-        if not nearly_equal(local.mean(0), view.expected):
-            continue  # a reduction over all ranks would not be right either
         sums = torch.empty_like(local)
         sizes = torch.empty(view.world_size, 1, dtype=local.dtype)
         for group in groups:
