@@ -109,7 +109,7 @@ def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
         ("--deadline", "the time that the ranks get for the case"),
         (
             "--collective-deadline",
-            "the time that one collective gets; default half of it",
+            "the time that one collective gets; default half of the deadline",
         ),
     ):
         of_check(name, type=float, metavar="SECONDS", help=text)

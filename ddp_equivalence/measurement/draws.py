@@ -69,18 +69,18 @@ class Draw:
 
 def draws_numbers(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if an operation draws random numbers. An attention without dropout does not."""
-    if RANDOM not in function.tags or _name_of(function) in _WITHOUT_A_DRAW:
+    if RANDOM not in function.tags or name_of_operation(function) in _WITHOUT_A_DRAW:
         return False
     given = {one.name: one.default_value for one in function._schema.arguments}
     given |= dict(zip(given, args, strict=False)) | dict(kwargs)
-    of_dropout = "p" if "dropout" in _name_of(function) else ""
+    of_dropout = "p" if "dropout" in name_of_operation(function) else ""
     probability = next((given[n] for n in ("dropout_p", "dropout", of_dropout) if n in given), 1.0)
     return float(probability or 0.0) > 0.0 and given.get("train") is not False
 
 
-def _name_of(function: Any) -> str:
-    name: str = function.name().partition("::")[2].partition(".")[0]
-    return name
+def name_of_operation(function: Any) -> str:
+    """Torch's name of an operation, without those of its namespace and its overload."""
+    return str(function.name().partition("::")[2].partition(".")[0])
 
 
 class _Draws(TorchDispatchMode):
@@ -107,7 +107,7 @@ class _Draws(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if draws_numbers(function, args, kwargs or {}):
-            name = _name_of(function)
+            name = name_of_operation(function)
             try:
                 if name in _DROPOUT_OPERATIONS:
                     self._drew(KEPT, result[1])

@@ -21,7 +21,7 @@ from ddp_equivalence.measurement.calls import (
     lines_of,
     plain,
 )
-from ddp_equivalence.measurement.draws import draws_numbers
+from ddp_equivalence.measurement.draws import draws_numbers, name_of_operation
 from ddp_equivalence.measurement.observer import backward_on_calling_thread
 from ddp_equivalence.ranks.users_line import users_line
 
@@ -128,7 +128,7 @@ class OperationLog(TorchDispatchMode):
         flags: list[tuple[bool, bool]],
         draws: bool,
     ) -> None:
-        name = _name_of(function)
+        name = name_of_operation(function)
         talks = function.namespace in COLLECTIVES
         returned = list(_tensors(result))
         written = given if talks or function._schema.is_mutable else []
@@ -196,14 +196,9 @@ class OperationLog(TorchDispatchMode):
         return None if address is None else self._writer.get(address)
 
 
-def _name_of(function: Any) -> str:
-    """Torch's name of an operation, without those of its namespace and its overload."""
-    return str(function.name().partition("::")[2].partition(".")[0])
-
-
 def _numbers(function: Any, arguments: tuple[Any, ...]) -> tuple[float, ...]:
     """The numbers of Python by which an operation multiplies or divides."""
-    if _name_of(function) not in SCALING:
+    if name_of_operation(function) not in SCALING:
         return ()
     numbers = (one for one in arguments if type(one) in (int, float))
     return tuple(map(float, numbers))

@@ -216,7 +216,7 @@ def _own_and_others(shares: Shares) -> list[str]:
 def only_in(names: Sequence[str]) -> str:
     """Says that these parameters differ, and no others."""
     shown = listed([shortened(name, LONGEST_NAME) for name in names], MOST_NAMES)
-    return f"(all parameters but {shown} are right)"
+    return f"(in {shown}; all other parameters are right)"
 
 
 def _details(shares: Shares) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -33,6 +33,35 @@ from ddp_equivalence.report.record import READING
 from ddp_equivalence.report.text import plain_text
 
 Outcome = Literal["same", "different", "unknown"]
+
+
+# Fields that the check found out: to read one is to read the verdict. The pytest plugin asks for
+# it, because a test that reads nothing of a verdict passes whatever it is.
+
+
+class _FoundOut:
+    """A field whose value ``make`` gives if nothing else is given. It notes that it was read."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, verdict: Verdict | None, owner: type) -> Any:
+        if verdict is None:  # the dataclass takes this for the default
+            return self
+        if (reading := verdict.__dict__.get(READING)) is not None:
+            reading.done = True
+        return verdict.__dict__[self._name]
+
+    def __set__(self, verdict: Verdict, value: Any) -> None:
+        verdict.__dict__[self._name] = self._make() if value is self else value
+
+
+def found_out(make: Callable[[], Any] = lambda: None) -> Any:
+    """A field that is known once the check has run."""
+    return _FoundOut(make)
 
 
 @dataclass(frozen=True)
@@ -110,33 +139,26 @@ class Verdict:
     seconds: float = 0.0
     examples: tuple[int, ...] = ()
 
-    outcome: Outcome = "unknown"
-    reason: str = ""
-    unknown_because: UnknownBecause | None = None
-    cause: str | None = None
-    findings: tuple[Finding, ...] = ()
-    comparison: Comparison | None = None
-    evidence: Mapping[int, Evidence] = field(default_factory=dict)
-    analysis: Analysis | None = None
+    outcome: Outcome = found_out(lambda: "unknown")
+    reason: str = found_out(str)
+    unknown_because: UnknownBecause | None = found_out()
+    cause: str | None = found_out()
+    findings: tuple[Finding, ...] = found_out(tuple)
+    comparison: Comparison | None = found_out()
+    evidence: Mapping[int, Evidence] = found_out(dict)
+    analysis: Analysis | None = found_out()
 
-    observed: Mapping[int, Observation] = field(default_factory=dict)
-    why_not_watched: str = ""
-    repeated: bool | None = None
-    wrong_step: WrongStep | None = None
-    read_order: tuple[int, ...] = ()
-    again: JudgedAgain = field(default_factory=JudgedAgain)
+    observed: Mapping[int, Observation] = found_out(dict)
+    why_not_watched: str = found_out(str)
+    repeated: bool | None = found_out()
+    wrong_step: WrongStep | None = found_out()
+    read_order: tuple[int, ...] = found_out(tuple)
+    again: JudgedAgain = found_out(JudgedAgain)
 
-    failure: RankFailed | None = None
-    second_look: Rerun | None = None
-    output: Mapping[int, str] = field(default_factory=dict)
-    changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-
-    if not TYPE_CHECKING:  # which would take it for any attribute
-
-        def __getattribute__(self, name: str) -> Any:
-            if name in FOUND_OUT and (reading := self.__dict__.get(READING)) is not None:
-                reading.done = True
-            return super().__getattribute__(name)
+    failure: RankFailed | None = found_out()
+    second_look: Rerun | None = found_out()
+    output: Mapping[int, str] = found_out(dict)
+    changed: Mapping[int, tuple[str, ...]] = found_out(dict)
 
     def __str__(self) -> str:
         from ddp_equivalence.report.render import report_lines
@@ -304,13 +326,6 @@ class Verdict:
         """The limit of the worst parameter, relative to its norm."""
         worst = self.comparison.worst if self.comparison else None
         return worst.limit.relative if worst else None
-
-
-FOUND_OUT = Verdict.__annotations__.keys() - {
-    *("case", "subject", "lane", "asked", "repeat", "seconds", "examples")
-}
-"""The fields that the check found out: to read one is to read the verdict. The pytest plugin asks
-for it, because a test that reads nothing of a verdict passes whatever it is."""
 
 
 @dataclass(frozen=True)

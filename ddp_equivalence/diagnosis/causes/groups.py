@@ -20,9 +20,9 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_replace_rows
 from ddp_equivalence.diagnosis.lines.of_reduction import (
-    lines_of_groups,
     lines_of_left_out,
     lines_of_small_groups,
+    lines_that_choose_groups,
     ranks_without_gradient,
     way_to,
 )
@@ -103,7 +103,9 @@ def _lines_of_groups(view: View) -> Sequence[PointedLine]:
     ]
     if not reduced:
         return _lines_of_wrapper(view)
-    return in_order(view, reduced[0], *lines_of_groups(view, calls.reductions), *reduced[1:2])
+    return in_order(
+        view, reduced[0], *lines_that_choose_groups(view, calls.reductions), *reduced[1:2]
+    )
 
 
 def _lines_of_wrapper(view: View) -> Sequence[PointedLine]:

@@ -472,20 +472,23 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
     return found
 
 
-def lines_of_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:
+def lines_that_choose_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:
     """The lines that compute the ranks of the groups that were made, or else those that set the
     groups of these collectives.
     """
     made = view.observed.calls_of_all_steps.places(Kind.NEW_GROUP)
     ranks = [one for one in _behind(view, made, ("ranks",), 0, NEW_GROUPS) if one.computes]
-    nearest = [one for one in ranks if one.depth == ranks[0].depth]
-    chosen = [PointedLine(one.line, "chooses the ranks of a group") for one in nearest]
-    return chosen or lines_that_set_groups(view, places)
+    if not ranks:
+        return lines_that_set_groups(view, places)
+    nearest = min(one.depth for one in ranks)
+    chosen = [one.line for one in ranks if one.depth == nearest]
+    return [PointedLine(line, "chooses the ranks of a group") for line in chosen[:MOST_BEHIND]]
 
 
 def lines_that_set_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:
-    """The lines that set the groups that these collectives are given."""
-    return [PointedLine(one.line, "sets the group") for one in _behind(view, places, ("group",))]
+    """The lines that set the groups that these collectives are given, the nearest first."""
+    given = _behind(view, places, ("group",))
+    return [PointedLine(one.line, "sets the group") for one in given[:MOST_BEHIND]]
 
 
 def _behind(
@@ -502,7 +505,7 @@ def _behind(
         found += Origins(run_lines(view, place.ranks[0])).all([given] if given else [])
     made = [one for one in found if not isinstance(one.expression, ast.Constant)]
     elsewhere = {one.line: one for one in reversed(made) if one.line not in calls}
-    return sorted(elsewhere.values(), key=lambda one: one.depth)[:MOST_BEHIND]
+    return sorted(elsewhere.values(), key=lambda one: one.depth)
 
 
 def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:

@@ -497,9 +497,7 @@ def _setters(
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not one.fills]
             if len({one.line for one in given}) == 1:
-                first = _handed_on(origins, given[0])
-                verb = "sets" if first is given[0] else "passes"
-                yield verb, node.attr, first.line
+                yield _far_away(origins, node.attr, given[0])
     for node in [] if only_attributes else read:
         if isinstance(node, ast.Name):
             given = origins.of(Origin(place, node))
@@ -512,14 +510,12 @@ def _setters(
                 yield "passes", node.id, given[0].line
 
 
-def _handed_on(origins: Origins, one: Origin) -> Origin:
-    """What a caller passed, where an attribute is set to an argument of its function."""
-    if not isinstance(one.expression, ast.Name) or one.place.function is None:
-        return one
-    if one.expression.id not in arguments_of(one.place.function):
-        return one
-    given = origins.of(one)
-    return given[0] if len({other.line for other in given}) == 1 else one
+def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, CodeLine]:
+    """What sets an attribute; of one that only hands an argument on, what passes this."""
+    passed = origins.chain(given) if isinstance(given.expression, ast.Name) else []
+    if passed and passed[0].place.function is not given.place.function:
+        return "passes", name, passed[0].line
+    return "sets", name, given.line
 
 
 def _seeds(one: Origin) -> bool:

@@ -45,8 +45,8 @@ MOST_WORDS = 9
 """So many words of what no rank reads stand in a headline."""
 
 FIRST_OTHER = (
-    "What earlier lines gave to the first marked line was not seen to differ from one rank; what "
-    "it returns does."
+    "The first marked line is the first whose result is not that of one rank; what goes into it "
+    "was not seen to differ."
 )
 
 ONLY_RANKS_RUN = (

@@ -11,10 +11,10 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     groups_of,
     in_small_groups,
-    lines_of_groups,
     lines_of_hook_divisors,
     lines_of_no_sync,
     lines_of_small_groups,
+    lines_that_choose_groups,
     lines_that_keep_from_reducing,
     lines_that_left_out,
     lines_that_set_groups,
@@ -604,7 +604,7 @@ def fault_of_separate_groups(view: View) -> Whereabouts | None:
         place.pointed(f"{place.op} in {groups_text(place.groups)}", is_fault=True)
         for place in calls.reductions
     ]
-    behind = lines_of_groups(view, calls.places(Kind.COLLECTIVE))
+    behind = lines_that_choose_groups(view, calls.places(Kind.COLLECTIVE))
     return Whereabouts(
         "reduction",
         "gradients stay within groups of ranks",

@@ -29,6 +29,7 @@ from tests.diagnosis.causes.named import (
     first_finding,
     loss,
 )
+from tests.diagnosis.where.exchange_steps import Summed
 
 pytestmark = pytest.mark.self_check
 
@@ -257,19 +258,9 @@ def half_of_the_layers(model: Any, batch: Batch, rank: Rank) -> None:
         parameter.grad /= rank.nodes
 
 
-class SummedOnTheWayBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
+class Added(torch.autograd.Function):
+    """Adds up the parts of all ranks, and hands the gradient on."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
-
-
-class SummedOnTheWayOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
         total = part.clone()
@@ -287,14 +278,14 @@ def gated(model: Any, batch: Batch, units: slice = slice(None), sends: Any = Non
     shared = hidden if sends is None else sends(hidden)
     gate = F.linear(shared, model[2].weight[units]).sigmoid()
     part = (gate * F.linear(hidden, model[2].weight[units])).sum(1)
-    total = part if sends is None else SummedOnTheWayOn.apply(part)  # type: ignore[no-untyped-call]
+    total = part if sends is None else Added.apply(part)  # type: ignore[no-untyped-call]
     return (total - batch["targets"][:, 0]).square().mean()
 
 
 def units_of_each_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
     """The values of a gate are made of what is not summed on the way back."""
     units = slice(rank, rank + 1)  # of three units, so that the last rank has none
-    gated(model, batch, units, SummedOnTheWayBack.apply).backward()
+    gated(model, batch, units, Summed.apply).backward()
     for name, parameter in model.named_parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if name == "2.weight":
