@@ -44,6 +44,7 @@ def calls_alone(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 def raises_while_others_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
     if rank.rank == 1:
+        time.sleep(1)  # by then the others wait, on a busy machine too
         raise ValueError("no such thing")
     dist.barrier()
 
