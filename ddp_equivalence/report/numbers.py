@@ -215,8 +215,10 @@ def how_many_differ(verdict: Verdict, left_out: int = 0) -> str:
         return ""
     worst, count, of = comparison.differing[0], len(comparison.differing), comparison.parameters
     longest = max(min(len(worst.name), LONGEST_NAME) - left_out, SHORTEST_NAME)
+    compared = " that can be compared" if comparison.structure else ""
     text = (
-        f"{count} of {len(of)} {plural(len(of), 'parameter')} {plural(count, 'differs', 'differ')}"
+        f"{count} of {len(of)} {plural(len(of), 'parameter')}{compared} "
+        f"{plural(count, 'differs', 'differ')}"
         f"{', most' if count > 1 else ':'} {shortened(worst.name, longest)}"
     )
     error, lane = worst.worst, verdict.lane.name

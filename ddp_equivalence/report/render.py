@@ -226,11 +226,13 @@ def _what(verdict: Verdict) -> str:
         return ", and ".join(map(_what_happened, (best, *best.more))) + besides
     if not verdict.tried_every_cause:
         return NOT_ALL_TRIED
+    found = verdict.localisation.whereabouts
     if verdict.comparison is not None and verdict.comparison.structure:
+        if found is not None and found.headline.endswith("missing"):
+            return found.headline
         return "names, shapes or types are not those of the big batch"
     if wrong is not None and wrong.differs != "gradients":
         return wrong.headline
-    found = verdict.localisation.whereabouts
     if found is not None and found.kind != "not seen":
         return found.headline
     return "no known cause fits" if wrong is None else wrong.headline

@@ -353,7 +353,7 @@ def _lines_that_add_again(view: View) -> Sequence[PointedLine]:
     times = max(len(one.calls) for one in repeated.values())
     note = f"all_reduces {names} {times} times"
     listed = chosen(gone_through(run_lines(view, again.ranks[0]), way_to(view, again.first)))
-    lists = [PointedLine(listed.line, "makes what the loop goes through")] if listed else []
+    lists = [PointedLine(listed.line, "makes what the loop goes over")] if listed else []
     return [again.pointed(note, is_fault=True), *lists]
 
 

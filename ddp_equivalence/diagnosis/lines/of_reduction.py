@@ -191,7 +191,7 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
     """The line that kept some gradients from being reduced at this place; [] if none was seen.
 
     The first of these that was seen: a line that left the loop, a condition that was not always the
-    same, and the line that made what the loop goes through.
+    same, and the line that made what the loop goes over.
     """
     run = run_lines(view, place.ranks[0])
     way = way_to(view, place.first)
@@ -203,8 +203,8 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
     link = chosen(gone_through(run, way))
     if link is None:
         return lines_that_made(run, place, way[1:])
-    note = f"makes {link.name}, which the loop goes through"
-    note = note if link.name else "chooses what the loop goes through"
+    note = f"makes {link.name}, from which the loop takes its values"
+    note = note if link.name else "chooses what the loop goes over"
     return [PointedLine(link.line, note, True)] if link.line != place.line else []
 
 

@@ -131,8 +131,11 @@ def _other_divisor(
     unit, counts, total = known or ("", (), 1.0)
     headline, note = "the big batch divides by another number", "the loss of the rows"
     if known is None:
-        headline = "the mean of right parts is not the big batch"
-        text = "the gradient of the big batch is not the mean of those of its parts"
+        headline = f"every {what} is right alone, and their mean is wrong"
+        text = (
+            f"the loss of the big batch is no mean over the {what}s: it joins examples of several "
+            "of them, or weighs them by something that was not found"
+        )
     elif not unit:
         text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"

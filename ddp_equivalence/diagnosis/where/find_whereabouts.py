@@ -120,9 +120,8 @@ def _in_step(view: View, found: Whereabouts) -> Whereabouts:
 
 
 def _find(view: View, pieces: Pieces) -> Whereabouts:
-    view, total = pieces.view, pieces.own.sum(0)
-    weight = pieces.factor_between(pieces.view.expected, total)
-    uniform = _uniform_weight(pieces, total)
+    view, uniform = pieces.view, pieces.weight
+    weight = pieces.factor_between(view.expected, pieces.own.sum(0))
     if weight is not None and uniform is None:
         return (
             fault_of_separate_groups(view)
@@ -146,15 +145,6 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
     return replace(own, sentence=f"{own.sentence} Beside this: {reduction.sentence}")
 
 
-def _uniform_weight(pieces: Pieces, total: Tensor) -> float | None:
-    """Every rank holds this many times what all ranks computed together; None if they do not."""
-    weights = [pieces.factor_between(held, total) for held in pieces.view.measured.by_rank]
-    known = [one for one in weights if one is not None]
-    if len(known) != len(weights) or max(known) - min(known) > 1e-6 * abs(known[0]):
-        return None
-    return known[0]
-
-
 def _reduction(pieces: Pieces, weight: float | None) -> Whereabouts | None:
     paths = paths_of(pieces)
     return fault_of_reduction(pieces, paths, weight) if paths else None
@@ -175,7 +165,7 @@ def _own(pieces: Pieces) -> Whereabouts | None:
         if not wrong:
             return not_seen("in this precision the gradients of all rows are rounded that far")
     if wrong:
-        return fault_of_own_gradient(pieces, wrong)
+        return fault_of_own_gradient(pieces, compared, wrong)
     return fault_of_division(pieces, compared)
 
 

@@ -50,15 +50,14 @@ FIRST_OTHER = (
 )
 
 ONLY_RANKS_RUN = (
-    "The run on one rank does nothing of this kind at the marked line, and after it values are "
-    "others."
+    "On one rank the marked line does nothing of this kind, and from there on values differ."
 )
 
 ROUNDING = 1e-6
 
 ONLY_RANKS = "not in the run on one rank; from here on the values are others"
 
-PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
+PART_OF_SUM = "still right here: a part, or a multiple, of the value on one rank"
 
 
 def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[PointedLine] | None:
@@ -291,7 +290,7 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):
-        return f"{name}: not each rank's own part of what one rank has here"
+        return f"{name}: the ranks' values are no parts of the value on one rank"
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))

@@ -99,15 +99,12 @@ def _scalings(
 
 
 def _read_as(run: Operations, number: float, before: int) -> int | None:
-    """The last operation before that left just this number, which Python may have read."""
-    if abs(number) in (0.0, 1.0):
-        return None
-    for place in range(before - 1, -1, -1):
-        for value in run.operations[place].returned:
-            if value is None or prod(run.values[value].shape) > MOST_NUMBERS:
-                continue
-            if bool((run.values[value].tensor == number).any()):
-                return place
+    """The operation that made what Python last read as this number before."""
+    for operation in reversed(run.operations[:before]):
+        if operation.name == "_local_scalar_dense":  # that of item()
+            read = next((one for one in operation.given if one is not None), None)
+            if read is not None and bool((run.values[read].tensor == number).all()):
+                return operation.writers[operation.given.index(read)]
     return None
 
 

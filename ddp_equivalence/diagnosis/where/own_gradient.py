@@ -18,6 +18,7 @@ from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, lines_onl
 from ddp_equivalence.diagnosis.where.pieces import Piece, Pieces, pieces_of
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
+    MOST_RANKS,
     Whereabouts,
     distinct,
     named,
@@ -76,6 +77,61 @@ class Compared:
         return f"its loss is {text_of(self.piece.loss, '.5g')}, its own rows give {alone}"
 
 
+@dataclass(frozen=True)
+class Judged:
+    """The loss of a piece beside the right one, as text for a headline, a sentence, and the note on
+    a line. ``is_wrong``: it is another one. ``of_all``: the losses of all pieces together are what
+    was judged.
+    """
+
+    headline: str
+    sentence: str
+    note: str
+    is_wrong: bool
+    of_all: bool = False
+
+
+def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judged:
+    """Hold the loss of a piece against that of its rows. If most pieces are not what their rows
+    give, all together are held against the loss of the big batch: a right step may divide by counts
+    of all ranks.
+    """
+    rank, weight = one.piece.rank, pieces.weight
+    known = [other.piece.loss for other in compared if other.piece.loss is not None]
+    of_rows = [one for one in compared if one.factor is not None or one.is_loss_right]
+    most = 2 * len(of_rows) >= len(compared)
+    if weight is None or most or len(known) < len(compared):
+        headline = f"rank {rank}: {one.losses}"
+        sentence = f"On rank {rank}, {one.losses}. "
+        return Judged(headline, sentence, one.losses, one.is_loss_right is False)
+    together, right = weight * sum(known), pieces.view.examples.big_batch_loss
+    size = max(SAME_LOSS, pieces.tolerance) * abs(right)
+    of_big_batch = f"the big batch's {text_of(right, '.5g')}"
+    other = [one for one in compared if not abs((one.piece.loss or 0.0) - right) <= size]
+    shown = ", ".join(text_of(loss, ".4g") for loss in known[:MOST_RANKS])
+    every = f"{shown}, ..." if len(known) > MOST_RANKS else shown
+    unit = "ranks'" if len(known) == pieces.view.world_size else "backward passes'"
+    if len(other) < len(compared):  # every rank is to have the loss of the big batch
+        rank, loss = (other or compared)[0].piece.rank, (other or compared)[0].piece.loss
+        headline = f"rank {rank}: its loss is {text_of(loss or 0.0, '.5g')}, {of_big_batch}"
+        sentence = f"The {unit} losses are {every}; {of_big_batch}. "
+    else:
+        is_mean = len(known) == pieces.view.world_size and abs(weight * len(known) - 1) <= SAME_LOSS
+        what = "mean" if is_mean else "summed"
+        times = (
+            "" if is_mean or abs(weight - 1) <= SAME_LOSS else f"{text_of(weight, '.4g')} times "
+        )
+        headline = f"{times}the {unit} {what} loss is {text_of(together, '.5g')}, {of_big_batch}"
+        sentence = (
+            f"The {unit} losses are {every}; {times}their {'mean' if is_mean else 'sum'} is "
+            f"{text_of(together, '.5g')}, and the loss of the big batch is "
+            f"{text_of(right, '.5g')}. "
+        )
+    is_wrong = bool(other) and not abs(together - right) <= size
+    note = f"{text_of(one.piece.loss or 0.0, '.5g')} on rank {one.piece.rank}"
+    return Judged(headline, sentence, note, is_wrong, of_all=True)
+
+
 def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
     """Every piece beside its rows alone; None if the rows of one are not known."""
     found = []
@@ -94,32 +150,37 @@ def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
 
 
 def fault_of_own_gradient(
-    pieces: Pieces, wrong: Sequence[Compared], computed: str = "another gradient"
+    pieces: Pieces,
+    compared: Sequence[Compared],
+    wrong: Sequence[Compared],
+    computed: str = "another gradient",
 ) -> Whereabouts:
     """Whose gradients are wrong: those of the pieces in ``wrong`` are no multiples of their rows'.
 
-    ``computed``: what their ranks computed that their rows do not give.
+    ``compared``: all pieces. ``computed``: what their ranks computed that their rows do not give.
     """
     one, view = wrong[0], pieces.view
     ranks = tuple(sorted({other.piece.rank for other in wrong}))
     who = ranked(ranks, view.world_size)
     verb = "computes" if len(ranks) in (1, view.world_size) else "compute"
+    judged = _judged(pieces, compared, one)
     whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
-    whole += _which_piece(pieces, wrong)
+    whole = "" if judged.of_all else f"{whole}{_which_piece(pieces, wrong)}"
     names = _names(pieces, one)
-    headline, sentence, lines = _from_where(pieces, wrong, names)
+    if judged.of_all:
+        names = tuple(name for name in reversed(names) if name in view.measured.differing)
+    headline, sentence, lines = _from_where(pieces, wrong, names, judged)
     about = who if len(ranks) in (1, view.world_size) else f"{len(ranks)} ranks"
-    about = f"rank {one.piece.rank}" if headline == one.losses else about
     only_there = lines_only_on(view.observed.by_rank, ranks)
     changed = changes_before(view.observed.by_rank[one.piece.rank], one.piece.call)
-    of_loss = [_loss_line(one), _backward_line(one)]
+    of_loss = [_loss_line(one, judged), _backward_line(one, judged)]
     shown = [*only_there, *changed, *lines]
     marked = [line for line in shown if line and line.is_fault]
     return Whereabouts(
         kind="own gradient",
         shows_later=not marked,
-        headline=f"{about}: {headline}",
-        sentence=f"On rank {one.piece.rank}, {one.losses}. {sentence}{whole}",
+        headline=headline if headline == judged.headline else f"{about}: {headline}",
+        sentence=f"{judged.sentence}{sentence}{whole}".rstrip(),
         lines=distinct([*shown, *of_loss]),
         parameters=names,
         ranks=ranks,
@@ -127,7 +188,7 @@ def fault_of_own_gradient(
 
 
 def _from_where(
-    pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str]
+    pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str], judged: Judged
 ) -> tuple[str, str, list[PointedLine | None]]:
     """A headline, a sentence and lines on how the first of the pieces is wrong."""
     one = wrong[0]
@@ -135,8 +196,8 @@ def _from_where(
     if missing:
         text = f"The module {missing} is not called, although the loss of the rows depends on it. "
         return f"{missing} is not called", text, []
-    if one.is_loss_right is False:
-        return one.losses, "", []
+    if judged.is_wrong:
+        return judged.headline, "", []
     lines = backward_lines(pieces, one.piece)
     ran = own_backwards(pieces.view.observed.by_rank[one.piece.rank], one.piece.call)
     if ran and ran[0].withheld:
@@ -187,18 +248,18 @@ def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
     return f" That is so in backward pass {shown} of {max(counts)}."
 
 
-def _loss_line(one: Compared) -> PointedLine | None:
+def _loss_line(one: Compared, judged: Judged) -> PointedLine | None:
     line = one.piece.call.made_at if one.piece.call else None
-    is_wrong = one.is_loss_right is False
-    return at(line, f"the loss: {one.losses}" if is_wrong else "the loss", is_wrong)
+    note = f"the loss: {judged.note}" if judged.is_wrong else "the loss"
+    return at(line, note, judged.is_wrong)
 
 
-def _backward_line(one: Compared) -> PointedLine | None:
+def _backward_line(one: Compared, judged: Judged) -> PointedLine | None:
     call = one.piece.call
     if call is None:
         return None
-    is_told = call.made_at is not None or one.is_loss_right is not False
-    note = BACKWARD_BEGINS if is_told else f"backward begins here: {one.losses}"
+    is_told = call.made_at is not None or not judged.is_wrong
+    note = BACKWARD_BEGINS if is_told else f"backward begins here: {judged.note}"
     return at(line_of(call), note, not is_told)
 
 
@@ -349,13 +410,14 @@ def fault_of_losses(view: View) -> Whereabouts | None:
     pieces = pieces_of(view, without_gradients=True)
     if pieces is None or not pieces.all or pieces.is_coarse:
         return None
-    wrong, known = [], 0
+    wrong, every, known = [], [], 0
     for piece in pieces.all:
         alone = pieces.alone(piece)
         if alone is None or piece.loss is None:
             continue
         known += 1
         compared = Compared(piece, None, alone.gradient, alone.loss)
+        every.append(compared)
         factor = compared.loss_factor
         if factor is not None and abs(factor - 1) > max(SAME_LOSS, pieces.tolerance):
             wrong.append(compared)
@@ -367,7 +429,7 @@ def fault_of_losses(view: View) -> Whereabouts | None:
         lines = distinct([at(line_of(call), "the loss is right here") for call in calls[:1]])
         seen = f"the losses of all ranks are those of their rows; {unseen}"
         return replace(not_seen(seen), lines=lines)
-    found = fault_of_own_gradient(pieces, wrong, "another loss")
+    found = fault_of_own_gradient(pieces, every, wrong, "another loss")
     return replace(
         found,
         sentence=f"{found.sentence} It is not known whether this is all, since {unseen}.",
@@ -421,6 +483,7 @@ def where_gradients_are_missing(
     if not ranks:
         return None  # what the step returned lacks them, or they have another shape
     gone, seen = missing[ranks[0]], observed[ranks[0]]
+    is_same = all(of_rank == gone for of_rank in missing.values())
     who = ranked(ranks, len(observed))
     backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
     text, lines = _why_missing(seen, gone, backwards, ranks[0])
@@ -435,7 +498,7 @@ def where_gradients_are_missing(
     only_there = lines_only_on(observed, ranks)
     return Whereabouts(
         "own gradient",
-        f"{several} missing",
+        f"{several} missing" if is_same else f"rank {ranks[0]}: {several} missing",
         f"{text} {who[:1].upper()}{who[1:]} left no gradient of {named(gone)}.",
         distinct(
             [

@@ -134,6 +134,16 @@ class Pieces:
             ]
         )
 
+    @cached_property
+    def weight(self) -> float | None:
+        """Every rank holds this many times the sum of all pieces; None if that is not so."""
+        total = self.own.sum(0)
+        weights = [self.factor_between(held, total) for held in self.view.measured.by_rank]
+        known = [one for one in weights if one is not None]
+        if len(known) != len(weights) or max(known) - min(known) > 1e-6 * abs(known[0]):
+            return None
+        return known[0]
+
     def alone(self, piece: Piece, drawn_again: bool = False) -> LossAndGradient | None:
         """The loss and gradient of the piece's rows alone; None if these are not known.
 

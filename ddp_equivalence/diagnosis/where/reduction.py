@@ -201,7 +201,7 @@ class _Search:
         link = chosen(gone_through(run, way))
         if link is None or link.line == line_of(call):
             return []
-        return [PointedLine(link.line, f"gives {link.name}, which the loop goes through")]
+        return [PointedLine(link.line, f"gives {link.name}, from which the loop takes its values")]
 
     def _no_mixture(self) -> Whereabouts | None:
         """The first line after which gradients are no mixture, or one of another parameter's; one

@@ -98,7 +98,7 @@ def test_buffers_of_rank_0_that_all_ranks_read_are_shown() -> None:
     assert (verdict.outcome, verdict.cause) == ("different", None), str(verdict)
     found = verdict.localisation.whereabouts
     assert found is not None
-    assert found.headline.startswith("rank 0: its loss is")
+    assert found.headline.startswith("the ranks' mean loss is")
     assert distance(found, Centred) <= NEAR
 
 

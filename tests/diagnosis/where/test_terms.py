@@ -80,7 +80,7 @@ TWO_HEADS = replace(CASE, model=TwoHeads, loss=both)
 )
 def test_a_term_that_counts_otherwise_is_found(step: Callable[..., Any], function: Any) -> None:
     found = where(TWO_HEADS, step)
-    assert "its own rows give" in found.headline
+    assert "the big batch's" in found.headline
     marked = [one.line.number for one in found.lines if one.is_fault]
     assert min(abs(one - marked_line(function)) for one in marked) <= NEAR
 
