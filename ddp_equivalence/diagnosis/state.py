@@ -196,8 +196,6 @@ CONSEQUENCES = frozenset(
 )
 """Causes that leave the same numbers as a collective whose result comes too late."""
 
-MOST_NAMES = 3
-
 MOST_LINES = 2
 
 
@@ -276,7 +274,7 @@ def _never_waited_for(evidence: Mapping[int, Evidence], comparison: Comparison) 
             ranks_by_collective.setdefault(collective, []).append(rank)
     if ranks_by_collective:
         ranks = sorted({rank for found in ranks_by_collective.values() for rank in found})
-        yield f"{ranks_by_number(ranks)} never waited for {_few(list(ranks_by_collective))}"
+        yield f"{ranks_by_number(ranks)} never waited for {names_text(list(ranks_by_collective))}"
 
 
 def _changed_later(evidence: Mapping[int, Evidence]) -> Iterator[str]:
@@ -285,13 +283,8 @@ def _changed_later(evidence: Mapping[int, Evidence]) -> Iterator[str]:
         names = dict.fromkeys(name for one in evidence.values() for name in one.changed_later)
         yield (
             f"on {ranks_by_number(ranks)} these gradients changed after the step had returned: "
-            f"{_few(list(names))}"
+            f"{names_text(list(names))}"
         )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
 
 
 NO_OPTIMIZER_STEP = "no_optimizer_step"

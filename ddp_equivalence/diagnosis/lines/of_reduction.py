@@ -12,6 +12,7 @@ from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scal
 from ddp_equivalence.diagnosis.lines.origins import (
     Origin,
     Origins,
+    choices,
     chosen,
     divided_by_in,
     divisors,
@@ -221,6 +222,23 @@ def lines_that_made(
         return [PointedLine(made_at, note, True)]
     note = f"gives {made.name}, of which line {made_at.number} is made"
     return [PointedLine(made.line, note, True)]
+
+
+def lines_that_choose_elements(view: View) -> list[PointedLine]:
+    """The line that says which elements the last reduction is given, and this reduction; of several
+    such lines the nearest that rounds down.
+    """
+    for place in view.observed.calls.reductions[-1:]:
+        found = choices(run_lines(view, place.ranks[0]), place.line)
+        chosen_at = next((one for one in found if one.rounds_down), next(iter(found), None))
+        reduction = place.pointed("the last reduction of gradients", chosen_at is None)
+        if chosen_at is None or chosen_at.line == place.line:
+            return [reduction]
+        how = "rounds down" if chosen_at.rounds_down else "says"
+        note = f"{how} which elements line {place.line.number} is given"
+        note = "rounds down how many elements are reduced" if chosen_at.rounds_down else note
+        return [PointedLine(chosen_at.line, note, True), reduction]
+    return []
 
 
 def lines_of_no_sync(view: View) -> list[PointedLine]:

@@ -596,12 +596,13 @@ MODULES = ("torch", "np", "numpy", "itertools", "data")
 @dataclass(frozen=True)
 class Choice:
     """A line that says which values are taken. ``of_rank``: this depends on the rank. ``names``:
-    those of the rank in the line, as they stand there.
+    those of the rank in the line, as they stand there. ``rounds_down``: it divides with ``//``.
     """
 
     line: CodeLine
     of_rank: bool
     names: tuple[str, ...] = ()
+    rounds_down: bool = False
 
 
 def choices(run: RunLines, line: CodeLine) -> list[Choice]:
@@ -611,7 +612,8 @@ def choices(run: RunLines, line: CodeLine) -> list[Choice]:
     for part in [part for one in _all_of_line(origins, line) for part in _choosing_parts(one)]:
         of_rank = any(map(_names_of_rank, origins.all([part], DEEPEST_NUMBER)))
         if part.line not in found or not found[part.line].of_rank:
-            found[part.line] = Choice(part.line, of_rank, _names_of_rank(part))
+            rounds_down = any(isinstance(one, ast.FloorDiv) for one in ast.walk(part.expression))
+            found[part.line] = Choice(part.line, of_rank, _names_of_rank(part), rounds_down)
     return list(found.values())
 
 

@@ -116,6 +116,8 @@ def _edit(site: Site, place: int, old: Sequence[ast.AST], text: str) -> Edit | N
     before, changed = ("; ".join(map(ast.unparse, nodes)) for nodes in _smallest(old, new))
     if Counter(WANTED.findall(before)) - Counter(WANTED.findall(changed)):
         return None  # it takes away what somebody wrote on purpose
+    if "--" in changed:
+        return None  # nobody writes this: the change undoes another one of the same kind
     code = EditedCode(site.source.file, ast.Module([top], []), after)
     return Edit(first.lineno, place, before, changed, code)  # type: ignore[attr-defined]
 

@@ -221,6 +221,9 @@ def _first_of_each_line(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
 LONGEST = 60
 """Longer code is cut."""
 
+MOST_NUMBERS = 3
+"""So many of the lines that were edited are named in a sentence."""
+
 
 @dataclass(frozen=True)
 class Repair:
@@ -272,7 +275,9 @@ class Repairs:
         if first.is_broad:
             what = f"the change of line {first.line.number} that was tried repairs the step"
             return f"{what}, but it may only leave out what is wrong elsewhere"
-        change = f"make the change of line {first.line.number} that was tried, or one like it"
+        numbers = [str(one.line.number) for one in self.found if not one.is_broad]
+        lines = " or ".join(numbers[:MOST_NUMBERS])
+        change = f"make the change of line {lines} that was tried, or one like it"
         # Some of the others hung, or were given up: of them it is not known.
         return f"{change}; {self.right} of {self.tried} changes tried repaired it"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.hypothesis import common_loss_factor
 from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
@@ -182,7 +183,7 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         is_right = abs(factors - 1) <= 1e-6
         passes = len(pieces.by_rank[0])
         each = f"each of {passes} backward passes" if passes > 1 else "backward"
-        begun = _common_loss_factor(compared)
+        begun = common_loss_factor(pieces.view)
         is_lost = begun is not None and abs(begun - factors) > SAME_LOSS * abs(factors)
         may_be_lost = losses_are_right(pieces) or is_lost
         on_the_way_back = backward_lines(pieces, pieces.all[0]) if may_be_lost else []
@@ -218,15 +219,6 @@ def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine |
         return []
     made = at(call.made_at, "the loss", is_fault=True)
     return [made, at(line_of(call), note, is_fault=made is None)]
-
-
-def _common_loss_factor(compared: Sequence[Compared]) -> float | None:
-    """All backward passes began at so many times the loss of their rows; None if they did not."""
-    factors = [one.loss_factor for one in compared]
-    known = [one for one in factors if one is not None]
-    if len(known) != len(factors) or max(known) - min(known) > SAME_LOSS * abs(known[0]):
-        return None
-    return known[0]
 
 
 def _common_factor(compared: list[Compared] | None) -> float | None:

@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
 from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -30,7 +31,7 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_LINES,
     Whereabouts,
     first_of_each_line,
-    named,
+    positions_text,
 )
 from ddp_equivalence.measurement.calls import CodeLine, Kind
 
@@ -40,7 +41,6 @@ MARKED = "> marks where the ranks part from it."
 
 MOST_DIVERGENCES = 2
 MOST_SHOWN = 3
-MOST_RANGES = 3
 MOST_WORDS = 9
 """So many words of what no rank reads stand in a headline."""
 
@@ -111,7 +111,7 @@ def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
 def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     backward = next((one.first for one in view.observed.calls.backwards), None)
     own = map(line_of_backward, own_backwards(view.observed.by_rank[0], backward))
-    names = named(beside.ignoring)
+    names = names_text(beside.ignoring)
     return replace(
         found,
         kind="own gradient",
@@ -285,8 +285,10 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
             )
             if here != there
         )
-        here, there = divergence.taken.of_rank[rank], divergence.elsewhere.of_rank[rank]
-        return f"{name}: rank {rank} takes {_ranges(here)} here, and {_ranges(there)} elsewhere"
+        here, there = (
+            positions_text(one.of_rank[rank]) for one in (divergence.taken, divergence.elsewhere)
+        )
+        return f"{name}: rank {rank} takes {here} here, and {there} elsewhere"
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):
@@ -306,20 +308,6 @@ def _first_of_largest(values: Tensor) -> int:
     """The place of the largest value; of several that are equal up to rounding, the first."""
     largest = values.flatten() >= (1 - ROUNDING) * values.max()
     return int(largest.int().argmax())
-
-
-def _ranges(positions: Sequence[int]) -> str:
-    """Positions as text: ``0 to 3 and 12 to 15``."""
-    ranges: list[list[int]] = []
-    for one in positions:
-        if ranges and ranges[-1][1] == one - 1:
-            ranges[-1][1] = one
-        else:
-            ranges.append([one, one])
-    shown = [f"{a} to {b}" if b > a else f"{a}" for a, b in ranges]
-    if len(shown) > MOST_RANGES:
-        return ", ".join([*shown[:MOST_RANGES], "..."])
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 # The lines at which a step leaves the loss of the case, with what they compute there.

@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.decisions import meeting_lines
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -21,7 +22,6 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_RANKS,
     Whereabouts,
     distinct,
-    named,
     not_seen,
     of_all,
     ranked,
@@ -204,7 +204,7 @@ def _from_where(
         what = f"Line {ran[0].line.number} {line_of_backward(ran[0]).note}. "
         return "a backward method returns no gradient", what, lines
     rest = "; all others are right" if len(pieces.view.parameters.names) > len(names) else ""
-    text = f"The loss is right, and the gradient of {named(names)} is not{rest}. "
+    text = f"The loss is right, and the gradient of {names_text(names)} is not{rest}. "
     headline = "backward gives another gradient" if lines else "another gradient than its rows give"
     return headline, text, lines
 
@@ -282,13 +282,13 @@ def changes_before(seen: Observation, backward: Call | None) -> list[PointedLine
             if not call.what:  # they are those of the case again
                 of_weights.clear()
                 continue
-            note = f"changes {named(call.names)} before backward"
+            note = f"changes {names_text(call.names)} before backward"
             met = meeting_lines(call, backward)
             if met is not None and met[0] != line:
                 line, note = met[0], f"line {line.number} {note}"
             of_weights[line] = PointedLine(line, note, is_fault=True)
         elif call.kind is Kind.BUFFERS and line not in forwards:
-            note = f"changes {named(call.names)} before the forward pass"
+            note = f"changes {names_text(call.names)} before the forward pass"
             lines[line] = PointedLine(line, note)
         elif call.kind is Kind.MODULE_STATE:
             note = f"sets {call.what} on {call.names[0] or 'the model'}"
@@ -378,7 +378,7 @@ def fault_of_a_pass(pieces: Pieces, uniform: float) -> Whereabouts | None:
     lines = [
         at(
             line_of(piece.call),
-            f"adds to the gradients of {named(names)}, which are right without it"
+            f"adds to the gradients of {names_text(names)}, which are right without it"
             if piece.number == found[0]
             else "another backward pass",
             piece.number == found[0],
@@ -499,7 +499,7 @@ def where_gradients_are_missing(
     return Whereabouts(
         "own gradient",
         f"{several} missing" if is_same else f"rank {ranks[0]}: {several} missing",
-        f"{text} {who[:1].upper()}{who[1:]} left no gradient of {named(gone)}.",
+        f"{text} {who[:1].upper()}{who[1:]} left no gradient of {names_text(gone)}.",
         distinct(
             [
                 *lines,
@@ -526,7 +526,7 @@ def _why_missing(
             last |= dict.fromkeys(call.names, call)
     frozen = {n: last[n] for n in gone if n in last and not last[n].value}
     if frozen:
-        what = f"sets requires_grad of {named(list(frozen))} to False"
+        what = f"sets requires_grad of {names_text(list(frozen))} to False"
         places = dict.fromkeys(line_of(call) for call in frozen.values())
         return f"A line {what}.", [at(place, what, True) for place in places]
     module = gone[0].rpartition(".")[0]

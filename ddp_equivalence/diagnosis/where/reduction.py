@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_hook_divisors,
     lines_of_no_sync,
     lines_of_small_groups,
+    lines_that_choose_elements,
     lines_that_choose_groups,
     lines_that_keep_from_reducing,
     lines_that_left_out,
@@ -23,6 +24,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
 )
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
 from ddp_equivalence.diagnosis.lines.source import innermost_loop, run_lines
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.reduced import groups_text, separate_groups
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
@@ -46,8 +48,8 @@ from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import (
     Whereabouts,
     distinct,
-    named,
     of_all,
+    positions_text,
     ranked,
 )
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
@@ -260,7 +262,7 @@ class _Search:
         """Which ranks or backward passes count as they should not."""
         mix = self.path.held
         if mix is None or mix.of:
-            return self._of("the gradients are no mixture", "", [])
+            return self._some_elements() or self._of("the gradients are no mixture", "", [])
         weights: dict[int, dict[int, float]] = {}
         for piece, weight in zip(self.pieces.all, mix.weights.tolist(), strict=True):
             weights.setdefault(piece.rank, {})[piece.number] = weight
@@ -279,6 +281,33 @@ class _Search:
         if max(each.values()) - min(each.values()) > SAME_WEIGHT * most:
             return self._ranks_count_unequally(each)
         return self._another_factor(float(mix.weights.mean()))
+
+    def _some_elements(self) -> Whereabouts | None:
+        """Some elements of a parameter are right, and all others are not."""
+        view = self.view
+        if not view.parameters.sample.is_whole:
+            return None
+        least = self.pieces.tolerance * float(view.expected.abs().max())
+        wrong = ((view.measured.by_rank - view.expected).abs() > least).any(0)
+        for path in self.bad:
+            name, place = path.names[0], view.parameters.places[path.names[0]]
+            numbers = wrong[place].nonzero()[:, 0]
+            if 0 < len(numbers) < len(wrong[place]):
+                break
+        else:
+            return None
+        held = view.measured.by_rank[:, place][:, numbers]
+        is_own = bool(((held - self.pieces.own[:, place][:, numbers]).abs() <= least).all())
+        what = "each rank's own" if is_own else "wrong"
+        what = what if bool((held.abs() > least).any()) else "zero"
+        shown, count = positions_text(numbers.tolist()), int(wrong.sum())
+        last = f" They are the last {count} of all {len(wrong)} elements."
+        return self._of(
+            f"elements {shown} of {name} are {what}",
+            f"Elements {shown} of {name} are {what}, and its other elements are right."
+            f"{last if bool(wrong[-count:].all()) else ''}",
+            [*lines_that_choose_elements(view)],
+        )
 
     def _of(
         self,
@@ -352,7 +381,7 @@ class _Search:
         if not reduced and others:
             lines += [
                 *lines_that_left_out(view, others[-1]),
-                others[-1].pointed(f"reduces others, not {named(path.names)}", is_fault=True),
+                others[-1].pointed(f"reduces others, not {names_text(path.names)}", is_fault=True),
             ]
         elif not reduced:
             lines += [
@@ -555,12 +584,12 @@ def fault_of_small_groups(view: View) -> Whereabouts | None:
     return Whereabouts(
         "reduction",
         "some parameters are reduced in smaller groups",
-        f"{what} was given {named(names)} with {where}, not with all {view.world_size} ranks. All "
-        "other parameters are right.",
+        f"{what} was given {names_text(names)} with {where}, not with all {view.world_size} ranks. "
+        "All other parameters are right.",
         distinct(lines_of_small_groups(view, names)),
         names,
         tuple(range(view.world_size)),
-        fix=f"give {named(names)} the mesh or group of all {view.world_size} ranks.",
+        fix=f"give {names_text(names)} the mesh or group of all {view.world_size} ranks.",
     )
 
 

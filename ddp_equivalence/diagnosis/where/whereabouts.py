@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.setting import PointedLine
 
 WhichPart = Literal["own gradient", "reduction", "big batch", "not seen"]
 
 MOST_LINES = 3
-MOST_NAMES = 3
 MOST_RANKS = 6
+MOST_RANGES = 3
 
 BACKWARD_BEGINS = "backward begins"
 """The note on a line that tells nothing else."""
@@ -50,12 +51,6 @@ def not_seen(why: str) -> Whereabouts:
     return Whereabouts("not seen", "the second run did not show where", f"Not seen where: {why}.")
 
 
-def named(names: Sequence[str]) -> str:
-    """Parameters as text: ``a, b, c and 4 more``."""
-    shown = ", ".join(names[:MOST_NAMES])
-    return f"{shown} and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else shown
-
-
 def ranked(ranks: Sequence[int], world_size: int) -> str:
     """Ranks as text: ``rank 2``, ``ranks 0 and 3``, ``every rank``."""
     if len(ranks) == world_size:
@@ -67,11 +62,25 @@ def ranked(ranks: Sequence[int], world_size: int) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
+def positions_text(positions: Sequence[int]) -> str:
+    """Positions as text: ``0 to 3 and 12 to 15``."""
+    ranges: list[list[int]] = []
+    for one in positions:
+        if ranges and ranges[-1][1] == one - 1:
+            ranges[-1][1] = one
+        else:
+            ranges.append([one, one])
+    shown = [f"{a} to {b}" if b > a else f"{a}" for a, b in ranges]
+    if len(shown) > MOST_RANGES:
+        return ", ".join([*shown[:MOST_RANGES], "..."])
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+
+
 def of_all(names: Sequence[str], every: Sequence[str]) -> str:
     """The gradients of parameters as text: ``every gradient``, ``the gradients of a, b``."""
     if len(names) == len(every):
         return "every gradient"
-    return f"the gradient{'s' if len(names) > 1 else ''} of {named(names)}"
+    return f"the gradient{'s' if len(names) > 1 else ''} of {names_text(names)}"
 
 
 def distinct(lines: Sequence[PointedLine | None]) -> tuple[PointedLine, ...]:

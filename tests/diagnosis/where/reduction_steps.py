@@ -145,3 +145,28 @@ def tail_hook_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
         model.head.weight.register_hook(lambda gradient: 3 * gradient)  # fault
     loss(model, shard).backward()
     average(model)
+
+
+def tail_not_reduced(model: Any, shard: Any, rank: Any) -> None:
+    loss(model, shard).backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    aligned = len(flat) // 13 * 13  # fault
+    dist.all_reduce(flat[:aligned])
+    flat[:aligned] /= rank.world_size
+    _give_back(model, flat)
+
+
+def tail_stays_zero(model: Any, shard: Any, rank: Any) -> None:
+    loss(model, shard).backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    aligned = len(flat) // 13 * 13  # fault
+    total, begin = torch.zeros_like(flat), flat[:aligned].clone()
+    dist.all_reduce(begin)
+    total[:aligned] = begin / rank.world_size
+    _give_back(model, total)
+
+
+def _give_back(model: Any, flat: Any) -> None:
+    parts = flat.split([p.numel() for p in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)

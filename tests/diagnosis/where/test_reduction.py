@@ -32,6 +32,8 @@ EVERY = (0, 1, 2, 3)
         (steps.transposed_on_the_way, EVERY, 1, "not by a factor"),
         (steps.cleared_between_micro_batches, EVERY, 8, "number 1 left nothing"),
         (steps.tail_hook_on_one_rank, (2,), 1, "rank 2 0.75"),
+        (steps.tail_not_reduced, EVERY, 1, "Elements 1 to 2 of head.bias are each rank's own"),
+        (steps.tail_stays_zero, EVERY, 1, "They are the last 2 of all 171 elements."),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
