@@ -167,13 +167,13 @@ def where_it_lies(verdict: Verdict) -> Iterator[str]:
     localisation, wrong = verdict.localisation, verdict.wrong_step
     if verdict.causes or (wrong is not None and wrong.differs != "gradients"):
         return  # the note says what is wrong, and nothing else is known
-    yield localisation.rows
     found = localisation.whereabouts
     if found is not None and verdict.repairs.shows_the_fault:
         yield found.beside_one_rank  # the lines that the other texts say are marked are not
     elif found is not None:
         yield " ".join(filter(None, [found.beside_one_rank, found.marks]))
         yield found.sentence
+    yield localisation.rows and f"{localisation.rows} This may be intended."
 
 
 # What a reader must know beside the cause and the numbers.

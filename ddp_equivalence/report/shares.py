@@ -126,6 +126,7 @@ MOST_COLUMNS = 6
 MOST_NAMES = 3
 LONGEST_NAME = 30
 MOST_GROUPS = 3
+SHOULD_COUNT = "Every example should count 1.00 on every rank."
 MOST_OF_GROUP = 8
 """So many examples with a share of their own are listed."""
 
@@ -164,6 +165,10 @@ class ShareTable:
         return list(ranks_by(cells).items())
 
     @cached_property
+    def _all_are_right(self) -> bool:
+        return {cell for cells, _ in self._rows for cell in cells} <= {"1.00", "-"}
+
+    @property
     def _details(self) -> list[str]:
         return [text for text in _details(self.shares) if text]
 
@@ -173,8 +178,16 @@ class ShareTable:
             return self.words
         # If the rows are too many, and every rank holds its own examples only, it says that.
         apart = [] if len(self._rows) <= shape.rows else _own_and_others(self.shares)
+        details = self._details
+        exceptions = f"Every rank holds other shares: {details[-1]}." if details else ""
+        fits = ": example" in exceptions and len(exceptions) + 2 <= shape.width
+        if len(self._rows) == 1 and fits:
+            apart, details = [SHOULD_COUNT, exceptions], details[:-1]
+        if not apart and not (details and shape.details) and self._all_are_right:
+            return self.words  # examples of one rank make up for each other
         texts = apart or list(self._texts(shape.rows))
-        shown = (*texts, *(self._details if shape.details else ()))
+        scope = [only_in(self.shares.only)] if self.shares.only else []
+        shown = (*texts, *scope, *(details if shape.details else ()))
         return [Line(cut(f"  {text}", shape.width)) for text in shown]
 
     def _texts(self, most: int) -> Iterator[str]:
@@ -207,7 +220,7 @@ def _own_and_others(shares: Shares) -> list[str]:
     if len(own) != 1 or len(others) != 1:
         return []
     return [
-        "Every example should count 1.00 on every rank.",
+        SHOULD_COUNT,
         f"Each rank holds its own examples {own.pop()} times, and those of others {others.pop()} "
         "times.",
     ]
@@ -227,8 +240,6 @@ def _details(shares: Shares) -> Iterator[str]:
         held = {tuple(_small_text(share, least) for share in row) for row in rows}
         return held.pop() if len(held) == 1 else ()
 
-    if shares.only:
-        yield only_in(shares.only)
     numbers = only_row([row for rows in (shares.by_micro_batch or {}).values() for row in rows])
     if len(set(numbers)) > 1:
         order = f"each rank's {len(numbers)} micro-batches, in their order"

@@ -347,7 +347,8 @@ CAUSES = (
         held=_padded,
         indication=_read_again,
         lines=of_data.lines_of_reading,
-        mend="count every example once: give the repetitions no weight, and divide by {examples}.",
+        mend="count every example once: give repetitions no weight, and divide by {examples} in "
+        "all.",
         of_rows=True,
     ),
     Hypothesis(

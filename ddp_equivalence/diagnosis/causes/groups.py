@@ -128,6 +128,12 @@ def _hook_has_the_group(view: View) -> bool:
     return has_all and bool(view.observed.calls_of_all_steps.places(Kind.HOOK))
 
 
+def _mend_groups(view: View) -> str:
+    count, wrapped = view.world_size, bool(view.observed.wrappers)
+    hint = " (DDP: no process_group)" if wrapped and not _hook_has_the_group(view) else ""
+    return f"reduce over all {count} ranks{hint}, and divide by {count}."
+
+
 # Gradients are averaged inside each node, and nothing is reduced between the nodes. Where the
 # step's own calls show the groups, these are the cause, also if they are the nodes.
 
@@ -385,7 +391,7 @@ SEPARATE_GROUPS = (
         held=lambda view: list(_in_groups(view, _groups_seen(view))),
         indication=_seen_in_groups,
         lines=_lines_of_groups,
-        mend="reduce over all {ranks} ranks (DDP: no process_group), and divide by {ranks}.",
+        mend=_mend_groups,
     ),
     Hypothesis(
         name="nodes_not_reduced",
@@ -399,7 +405,7 @@ SEPARATE_GROUPS = (
         held=_in_nodes,
         indication=_seen_in_some,
         lines=_lines_of_wrapper,
-        mend="reduce over all {ranks} ranks (DDP: no process_group), and divide by {ranks}.",
+        mend=_mend_groups,
     ),
 )
 
@@ -410,22 +416,22 @@ LEFT_OUT = (
         "ranks.",
         look_at="the process group that gradients are reduced in, and early returns before "
         "all_reduce",
-        headline="a rank's gradient is missing everywhere else",
+        headline="other ranks lack a rank's gradient",
         tell_apart="Use more than one rank on every node.",
         held=_without_ranks,
         lines=_lines_of_left_out,
-        mend="let every rank keep its gradient, and take part in an all_reduce of all {ranks}.",
+        mend="let the gradient of every rank count in an all_reduce of all {ranks}.",
     ),
     Hypothesis(
         name="node_left_out",
         sentence="The gradients that the ranks of a node computed are missing from the gradients "
         "of all other nodes.",
         look_at="the process group between the nodes, and the rank of each node that belongs to it",
-        headline="a node's gradients are missing everywhere else",
+        headline="other nodes lack a node's gradients",
         tell_apart="Use more than one rank on every node.",
         held=_without_node,
         lines=_lines_of_left_out,
-        mend="let every rank keep its gradient, and take part in an all_reduce of all {ranks}.",
+        mend="let the gradient of every rank count in an all_reduce of all {ranks}.",
     ),
 )
 

@@ -581,11 +581,11 @@ ANOTHER_COUNT = Hypothesis(
 
 GATHER_WITHOUT_GRADIENT = Hypothesis(
     name="gather_without_gradient",
-    sentence="Outputs that a rank gathered from others carry no gradient, so that an example gets "
-    "the gradient of the loss of its own rank only.",
+    sentence="A collective in the forward pass passes no gradient to other ranks, so that an "
+    "example gets the gradient of the loss of its own rank only.",
     look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on; "
     "use the functions of torch.distributed.nn.functional, which do",
-    headline="gathered outputs carry no gradient",
+    headline="a collective passes no gradient on",
     tell_apart="Print the loss of each rank: here it is the loss of the whole batch.",
     applies=on_several_ranks,
     multiples=_own_part_alone,

@@ -92,6 +92,12 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
     return lines_that_keep_from_reducing(view) or last_of(alone, note, True, missing)
 
 
+def _mend_nothing_reduced(view: View) -> str:
+    if not view.observed.calls.reductions and lines_that_keep_from_reducing(view):
+        return "let the reduction run that is there: the marked line keeps it from running."
+    return f"let DDP, its hook or an all_reduce average each gradient over {view.world_size} ranks."
+
+
 def _wrapper_called(view: View) -> Indication | None:
     """Counts the forward passes of every DistributedDataParallel."""
     wrappers = view.observed.wrappers
@@ -215,7 +221,7 @@ def _copies_alone(view: View) -> Sequence[Prediction]:
     copied, count = _copied_and_not_used(view), view.world_size
     if not copied:
         return ()
-    divided = _kept_local(view, copied, f"divided by {count}", count)
+    divided = _kept_local(view, copied, f"each rank's own gradient, divided by {count}", count)
     return [one for both in zip(_kept_local(view, copied), divided, strict=True) for one in both]
 
 
@@ -282,8 +288,8 @@ def _lines_of_copies(view: View) -> Sequence[PointedLine]:
 
 def _lines_of(place: CallSite) -> list[PointedLine]:
     """The line that reduces copies, after the one that made them."""
-    names = {name for call in place.calls for name in _copied_by(call)}
-    note = f"reduced copies of {counted(len(names), 'gradient')}, not the gradients themselves"
+    names = sorted({name for call in place.calls for name in _copied_by(call)})
+    note = f"reduces a copy: .grad of {names_text(names)} stays as it is"
     made = place.first.made_at
     makes = [] if made in (None, place.line) else [made]
     return [
@@ -524,7 +530,7 @@ NO_GRADIENT_REDUCED = (
         held=_copies_alone,
         indication=_copies_not_used,
         lines=_lines_of_copies,
-        mend="copy the reduced tensor back into each .grad, divided by {ranks} once.",
+        mend="write the mean over {ranks} ranks back into each .grad.",
     ),
     _unreduced(
         name="no_all_reduce",
@@ -534,7 +540,7 @@ NO_GRADIENT_REDUCED = (
         headline="gradients are never reduced",
         indication=_nothing_reduced,
         lines=_lines_that_reduce_nothing,
-        mend="let DDP, its hook or an all_reduce average each gradient over {ranks} ranks.",
+        mend=_mend_nothing_reduced,
         limits_must_catch=True,
     ),
     _unreduced(

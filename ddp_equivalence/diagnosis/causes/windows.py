@@ -518,7 +518,7 @@ BY_FULL = Hypothesis(
     "divided by the number of a full window.",
     look_at="the divisor of the loss in the last window of an epoch: the number of micro-batches "
     "that it has, not accumulation_steps",
-    headline="a short window divided like full ones",
+    headline="fewer micro-batches than the losses divide by",
     tell_apart="Use a multiple of the full window as the number of micro-batches.",
     held=_divided_by_full,
     multiples=_part_of_full,

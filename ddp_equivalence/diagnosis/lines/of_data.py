@@ -125,7 +125,8 @@ def _in_file(line: CodeLine) -> tuple[str, int]:
 
 def _pointed(choice: Choice) -> PointedLine:
     names = list(choice.names[:MOST_NAMES])
-    return PointedLine(choice.line, f"uses {' and '.join(names)}" if names else "", True)
+    note = f"uses {' and '.join(names)}" if names else "says which examples are read"
+    return PointedLine(choice.line, note, True)
 
 
 def _choices(view: View, rank: int) -> list[Choice]:
@@ -177,7 +178,7 @@ def lines_of_samplers(view: View) -> list[PointedLine]:
 
 def _lines_that_gave(view: View, place: CallSite, argument: str) -> list[PointedLine]:
     given = given_at(place.line, (argument,), ARGUMENTS.index(argument), (SAMPLER,))
-    line = set_at(run_lines(view, place.ranks[0]), given) if given is not None else place.line
+    line = set_at(run_lines(view, place.ranks[0]), given).line if given is not None else place.line
     return [PointedLine(line, f"gives {argument}", True)] if line != place.line else []
 
 

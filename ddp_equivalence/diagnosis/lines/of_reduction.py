@@ -482,7 +482,8 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
         if not given:
             continue
         group = given_at(place.line, OF_THE_GROUP)
-        made = set_at(run_lines(view, place.ranks[0]), group) if group is not None else place.line
+        run = run_lines(view, place.ranks[0])
+        made = set_at(run, group).line if group is not None else place.line
         if made != place.line:
             found.append(PointedLine(made, f"makes the group of line {place.line.number}"))
         note = f"{place.first.what} in {groups_text(groups_of(place))}: {names_text(given)}"
@@ -532,6 +533,6 @@ def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:
     found: dict[CodeLine, PointedLine] = {}
     for name in divided_by_in(begins) if begins is not None else ():
         given = Origins(run).of_attribute(name)
-        if len(given) == 1 and (line := set_at(run, given[0])) != hook.line:
+        if len(given) == 1 and (line := set_at(run, given[0]).line) != hook.line:
             found.setdefault(line, PointedLine(line, f"sets {name}, by which the hook divides"))
     return list(found.values())

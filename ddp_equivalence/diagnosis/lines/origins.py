@@ -387,12 +387,12 @@ def of_line(run: RunLines, line: CodeLine, way: Sequence[CodeLine] = ()) -> list
     return [own, *Origins(run).chain(own, way)]
 
 
-def set_at(run: RunLines, given: Origin) -> CodeLine:
-    """The nearest line that computed what is given here; else the one that set it, as far back as
-    only one line can be meant.
+def set_at(run: RunLines, given: Origin) -> Origin:
+    """The nearest that computed what is given here; else the one that set it, as far back as only
+    one line can be meant.
     """
     found = [given, *Origins(run).chain(given)]
-    return next((one for one in found if one.computes), found[-1]).line
+    return next((one for one in found if one.computes), found[-1])
 
 
 def chosen(found: Sequence[Origin]) -> Origin | None:
@@ -466,7 +466,8 @@ def lines_behind(
             for verb, name, setter in _setters(run, reader, only_attributes):
                 behind.append((setter, f"{verb} {name}, which line {reader.number} reads"))
                 for returning in lines_that_return(run, setter) if verb == "sets" else ():
-                    behind.append((returning, f"returns what line {setter.number} sets {name} to"))
+                    what = f"of which line {setter.number} makes {name}"
+                    behind.append((returning, f"returns a value {what}"))
         for setter, note in behind:
             if setter != line:
                 found.setdefault(setter, PointedLine(setter, note))
@@ -500,7 +501,7 @@ def _setters(
                 yield _far_away(origins, node.attr, given[0])
     for node in [] if only_attributes else read:
         if isinstance(node, ast.Name):
-            given = origins.of(Origin(place, node))
+            given = [one for one in origins.of(Origin(place, node)) if not _wraps(one)]
             own = [one for one in given if one.place.function is place.function]
             before = [one for one in own if one.line.number < line.number and not _seeds(one)]
             if before:
@@ -518,6 +519,12 @@ def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, Cod
     return "sets", name, given.line
 
 
+def _wraps(one: Origin) -> bool:
+    """True for a wrapper of the model, which gives what the model gives."""
+    value = one.expression
+    return isinstance(value, ast.Call) and called_name(value).endswith("DataParallel")
+
+
 def _seeds(one: Origin) -> bool:
     return isinstance(one.place.value, ast.Call) and called_name(one.place.value) in SEEDING
 
@@ -531,8 +538,11 @@ def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list
             given = Origins(run).of_attribute(node.attr)
             given = [one for one in given if not isinstance(one.place.statement, ast.AugAssign)]
             if len({ast.unparse(one.expression) for one in given}) == 1:
+                made = set_at(run, given[0])
                 note = f"sets {node.attr}, which line {at.number} compares"
-                return [PointedLine(set_at(run, given[0]), note)]
+                if made.name not in ("", node.attr):
+                    note = f"sets {made.name}, of which {node.attr} is made"
+                return [PointedLine(made.line, note)]
     return []
 
 

@@ -17,7 +17,7 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
     lines_only_on,
     odd_ranks,
 )
-from ddp_equivalence.diagnosis.where.own_gradient import Compared
+from ddp_equivalence.diagnosis.where.own_gradient import SAME_LOSS, Compared
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
@@ -122,6 +122,19 @@ def _listed(what: str, values: Mapping[int, float]) -> str:
     return shown + (", ..." if len(values) > MOST_COUNTS else "")
 
 
+def _no_mean(pieces: Pieces, what: str) -> tuple[str, str]:
+    """A headline and a clause, where the big batch is not made of its parts by any known count."""
+    together, right = pieces.loss_together, pieces.view.examples.big_batch_loss
+    if together is not None and abs(together - right) <= SAME_LOSS * abs(right):
+        return "the losses agree, and the gradients do not", (
+            "together the losses are that of the big batch, and the gradients are not its "
+            f"gradient, so something in backward depends on more than a {what}'s own examples"
+        )
+    return f"the mean of the {what}s' gradients is not the big batch's", (
+        "the loss of the big batch has a term that depends on several examples at once, or on none"
+    )
+
+
 def _other_divisor(
     pieces: Pieces, compared: Sequence[Compared], known: tuple[str, tuple[float, ...], float] | None
 ) -> Whereabouts:
@@ -129,13 +142,12 @@ def _other_divisor(
     call = compared[0].piece.call
     what = "rank" if len(compared) == pieces.view.world_size else "micro-batch"
     unit, counts, total = known or ("", (), 1.0)
+    factors = [one.factor or 0.0 for one in compared]
+    shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_COUNTS])
+    times = "" if all(abs(one - 1) <= SAME for one in factors) else f", times {shown}"
     headline, note = "the big batch divides by another number", "the loss of the rows"
     if known is None:
-        headline = f"every {what} is right alone, and their mean is wrong"
-        text = (
-            f"the loss of the big batch is no mean over the {what}s: it joins examples of several "
-            "of them, or weighs them by something that was not found"
-        )
+        headline, text = _no_mean(pieces, what)
     elif not unit:
         text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"
@@ -152,8 +164,8 @@ def _other_divisor(
     return Whereabouts(
         "big batch",
         headline,
-        f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows, and they are "
-        "averaged.",
+        f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows{times}, and "
+        "they are averaged.",
         distinct(
             [
                 at(call.made_at, note, True) if call else None,

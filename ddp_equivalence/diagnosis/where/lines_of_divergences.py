@@ -37,7 +37,7 @@ from ddp_equivalence.measurement.calls import CodeLine, Kind
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
-MARKED = "> marks where the ranks part from it."
+MARKED = "> marks where values first differ."
 
 MOST_DIVERGENCES = 2
 MOST_SHOWN = 3
@@ -57,7 +57,7 @@ ROUNDING = 1e-6
 
 ONLY_RANKS = "not in the run on one rank; from here on the values are others"
 
-PART_OF_SUM = "still right here: a part, or a multiple, of the value on one rank"
+PART_OF_SUM = "each rank has its share of the value on one rank here"
 
 
 def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[PointedLine] | None:
@@ -292,7 +292,7 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):
-        return f"{name}: the ranks' values are no parts of the value on one rank"
+        return f"{name}: not every rank has its part of the value on one rank"
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
@@ -301,7 +301,7 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     more = ", ..." if world_size > MOST_SHOWN else ""
     which = f", element {element}" if whole.numel() > 1 else ""
     alone = text_of(float(whole.flatten()[element]), ".3g")
-    return f"{name}{which}: ranks {shown}{more}; big batch {alone}"
+    return f"{name}{which}: {alone} on one rank, here {shown}{more}"
 
 
 def _first_of_largest(values: Tensor) -> int:
@@ -313,7 +313,7 @@ def _first_of_largest(values: Tensor) -> int:
 # The lines at which a step leaves the loss of the case, with what they compute there.
 
 UNLIKE_LOSS_ALONE = "On one rank the step is wrong, too."
-UNLIKE_LOSS = "> marks what the loss of the case does not compute."
+UNLIKE_LOSS = "> marks values that the loss of the case lacks."
 
 
 def with_unlike_loss(

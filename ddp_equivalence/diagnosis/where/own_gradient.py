@@ -16,7 +16,7 @@ from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, lines_only_on
-from ddp_equivalence.diagnosis.where.pieces import Piece, Pieces, pieces_of
+from ddp_equivalence.diagnosis.where.pieces import EQUAL, Piece, Pieces, pieces_of
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
     MOST_RANKS,
@@ -66,6 +66,11 @@ class Compared:
         factor = self.loss_factor
         return None if factor is None else abs(factor - 1) <= SAME_LOSS
 
+    def has_its_share(self, pieces: Pieces) -> bool:
+        """True if its gradient is that of its rows, or this divided by how many its rank has."""
+        passes = len(pieces.by_rank[self.piece.rank])
+        return any(abs((self.factor or 0.0) * times - 1) <= EQUAL for times in (1, passes))
+
     @property
     def losses(self) -> str:
         """Both losses: ``its loss is 1.8, its own rows give 0.9``."""
@@ -98,13 +103,13 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     """
     rank, weight = one.piece.rank, pieces.weight
     known = [other.piece.loss for other in compared if other.piece.loss is not None]
-    of_rows = [one for one in compared if one.factor is not None or one.is_loss_right]
-    most = 2 * len(of_rows) >= len(compared)
-    if weight is None or most or len(known) < len(compared):
+    of_rows = sum(bool(one.is_loss_right) or one.has_its_share(pieces) for one in compared)
+    together = pieces.loss_together
+    if weight is None or together is None or 2 * of_rows >= len(compared):
         headline = f"rank {rank}: {one.losses}"
         sentence = f"On rank {rank}, {one.losses}. "
         return Judged(headline, sentence, one.losses, one.is_loss_right is False)
-    together, right = weight * sum(known), pieces.view.examples.big_batch_loss
+    right = pieces.view.examples.big_batch_loss
     size = max(SAME_LOSS, pieces.tolerance) * abs(right)
     of_big_batch = f"the big batch's {text_of(right, '.5g')}"
     other = [one for one in compared if not abs((one.piece.loss or 0.0) - right) <= size]
@@ -484,28 +489,26 @@ def where_gradients_are_missing(
         return None  # what the step returned lacks them, or they have another shape
     gone, seen = missing[ranks[0]], observed[ranks[0]]
     is_same = all(of_rank == gone for of_rank in missing.values())
-    who = ranked(ranks, len(observed))
+    whose = "No rank has a" if is_same else f"Rank {ranks[0]} has no"
     backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
-    text, lines = _why_missing(seen, gone, backwards, ranks[0])
+    text, lines = _why_missing(observed, ranks[0], gone, backwards)
     is_seen = bool(lines)
     if not lines:
         lines += changes_before(seen, backwards[-1] if backwards else None)
     if view is not None and not lines:
         reduced = [one for one in view.observed.calls.reductions if ranks[0] in one.by_rank]
         lines = [one for place in reduced[-1:] for one in lines_that_left_out(view, place)]
-    last = [line_of(call) for call in seen.calls][-1:]
     several = f"{len(gone)} gradients are" if len(gone) > 1 else f"the gradient of {gone[0]} is"
     only_there = lines_only_on(observed, ranks)
     return Whereabouts(
         "own gradient",
         f"{several} missing" if is_same else f"rank {ranks[0]}: {several} missing",
-        f"{text} {who[:1].upper()}{who[1:]} left no gradient of {names_text(gone)}.",
+        f"{text} {whose} gradient of {names_text(gone)}.",
         distinct(
             [
                 *lines,
                 *only_there,
                 *(at(line_of(call), "backward began here") for call in backwards[-1:]),
-                *(at(line, f"the last recorded call of rank {ranks[0]}") for line in last),
             ]
         ),
         tuple(gone),
@@ -515,9 +518,10 @@ def where_gradients_are_missing(
 
 
 def _why_missing(
-    seen: Observation, gone: Sequence[str], backwards: Sequence[Call], rank: int
+    observed: Mapping[int, Observation], rank: int, gone: Sequence[str], backwards: Sequence[Call]
 ) -> tuple[str, list[PointedLine | None]]:
     """The reason on record why these parameters have no gradients, and its lines."""
+    seen = observed[rank]
     if not backwards:
         return f"No backward pass ran on rank {rank}.", []
     last: dict[str, Call] = {}
@@ -544,7 +548,9 @@ def _why_missing(
     if own:
         return f"Line {own[0].line.number} {own[0].note}.", [*own]
     if not calls and any(one.name != module for one in seen.trace.module_calls):
-        return f"The module {module or 'itself'} is not called on rank {rank}.", []
+        every = (call.name for one in observed.values() for call in one.trace.module_calls)
+        where = f"rank {rank}" if module in every else "any rank"
+        return f"The module {module or 'itself'} is not called on {where}.", []
     return f"Backward passes ran on rank {rank}, and none left these gradients.", []
 
 

@@ -144,6 +144,14 @@ class Pieces:
             return None
         return known[0]
 
+    @cached_property
+    def loss_together(self) -> float | None:
+        """The losses of all pieces, reduced as their gradients are; None if one is not known."""
+        losses = [one.loss for one in self.all if one.loss is not None]
+        if self.weight is None or len(losses) < len(self.all):
+            return None
+        return self.weight * sum(losses)
+
     def alone(self, piece: Piece, drawn_again: bool = False) -> LossAndGradient | None:
         """The loss and gradient of the piece's rows alone; None if these are not known.
 

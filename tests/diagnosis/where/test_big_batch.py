@@ -24,7 +24,7 @@ TWO = replace(CASE, layout="1x2")
             steps.ROOT,
             steps.root_of_a_batch_mean,
             "big batch",
-            "is no mean over the ranks",
+            "depends on several examples at once, or on none",
         ),
         (CASE, steps.one_micro_batch_counts_twice, "own gradient", "backward pass 1 0.5"),
         (CASE, steps.multiplied_by_a_constant, "own gradient", "1.3 times"),

@@ -79,7 +79,7 @@ def test_tensors_that_are_cut_on_purpose_are_not_shown(step: Callable[..., Any])
         ),
         (CASE, steps.rest_of_a_leaf_is_forgotten, "makes a new leaf"),
         (CASE, steps.head_is_frozen, "sets requires_grad of head.weight, head.bias to False"),
-        (BRANCHES, steps.left_in_evaluation_mode, "left no gradient of heads.1.weight"),
+        (BRANCHES, steps.left_in_evaluation_mode, "has a gradient of heads.1.weight"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

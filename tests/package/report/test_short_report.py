@@ -55,7 +55,7 @@ different: step (mine.py:21): gradients stay within groups of ranks     [reduced
   ranks 0, 1 hold    2.00    2.00    0.00    0.00
   ranks 2, 3 hold    0.00    0.00    2.00    2.00
 
-  Fix: reduce over all 4 ranks (DDP: no process_group), and divide by 4.
+  Fix: reduce over all 4 ranks, and divide by 4.
   Explains every element. 2 of 2 parameters differ, most NAME: error NUMBER, limit NUMBER.
   Again: ddp-equivalence check mine.py     More: --full
 """
