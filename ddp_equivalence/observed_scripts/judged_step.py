@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from math import isnan
 from typing import Any
 
@@ -15,7 +16,12 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.comparison import Comparator, chunks
-from ddp_equivalence.comparison.gradients import ElementSample, describe, digest
+from ddp_equivalence.comparison.gradients import (
+    ElementSample,
+    describe,
+    digest,
+    in_first_step,
+)
 from ddp_equivalence.comparison.rounding import (
     OF_ORDER,
     Expected,
@@ -26,36 +32,43 @@ from ddp_equivalence.comparison.rounding import (
 )
 from ddp_equivalence.comparison.tolerance import Noise, Tolerance
 from ddp_equivalence.diagnosis import vacuity
+from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
 from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.draws import ReferenceDraws
+from ddp_equivalence.diagnosis.localisation import Localisation, one_rank_shows_more
 from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_state
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.diagnosis.view import View, with_measurement
+from ddp_equivalence.diagnosis.where.divergence import (
+    COARSEST,
+    BesideOneRank,
+    divergences,
+    logs_of,
+    past_autograd,
+)
+from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_of_divergences
+from ddp_equivalence.diagnosis.where.relations import Sharing
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
-from ddp_equivalence.measurement.measure import Measurement, autocast_of, finished
+from ddp_equivalence.measurement.measure import Measurement, OneRank, autocast_of, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence
-from ddp_equivalence.observed_scripts import not_comparable
-from ddp_equivalence.observed_scripts.as_case import (
-    AnalysisOfScript,
-    ScriptStep,
-    SecondRun,
-    as_case,
-)
 from ddp_equivalence.observed_scripts.not_comparable import (
     against_the_names,
     draws_otherwise,
     padded_by_guess,
     reads_otherwise,
     unfaithful,
-    wrong_though_averaged,
 )
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.queries import OF_RECORD, RowOrder, State
 from ddp_equivalence.observed_scripts.record import BEFORE_CLIP, HELD, GradientKind
+from ddp_equivalence.observed_scripts.script_step import ScriptStep, SecondRun, case_of
 from ddp_equivalence.observed_scripts.seen_in_record import (
+    NOT_ADDITIVE,
     OF_BATCH_NORM,
     SAME_DATA,
     clipped_otherwise,
@@ -68,8 +81,8 @@ from ddp_equivalence.observed_scripts.seen_in_record import (
     reduces_after_clipping,
     stale_gradients,
     tensors_differ_between_ranks,
+    wrong_though_averaged,
 )
-from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report.verdict import Asked, Verdict, unknown
@@ -80,75 +93,68 @@ NO_ROWS: RowOrder = "no rows"
 EPOCHS_TAKE = 4
 """So many times as long may be spent on a step for which every question takes an epoch."""
 
-LookCloser = Callable[[ScriptStep, Verdict], SecondRun]
+LookCloser = Callable[[ScriptStep, "AnalysisOfScript"], SecondRun]
 """Watches the ranks while they run again; the result is empty if they cannot be."""
 
 
-def judge(script: Script, step: ScriptStep, look_closer: LookCloser | None) -> Verdict:
+def judge(step: ScriptStep, look_closer: LookCloser | None) -> Verdict:
     """The verdict on one step: of the gradients before clipping, unless they are reduced after it,
     then of those that are stepped with. ``look_closer``: used if something differs; None if
     differences are not explained.
     """
     kind = HELD if reduces_after_clipping(step) else BEFORE_CLIP
     if step.before is not None and (parted := tuple(other_optimizers_step(step))):
-        last = _compared(script, step.before, kind)
+        last = _compared(step.before, kind)
         if last.comparison is not None:
-            subject = f"{script.name}, after step {step.number} of {script.steps}"
+            subject = f"{step.script.name}, after step {step.number} of {step.script.steps}"
             last = replace(last, subject=subject, outcome="different", analysis=None)
             return replace(last, cause=parted[0].cause, findings=parted)
-    verdict = _with_draws_in_order(script, step, kind)
+    verdict = _with_draws_in_order(step, kind)
     evidence, layout = verdict.evidence, verdict.case.ranks
-    idle = evidence and vacuity.against_an_idle_plant(evidence, script.plant, layout)
+    idle = evidence and vacuity.against_an_idle_plant(evidence, step.script.plant, layout)
     if idle:
         return unknown(verdict, idle)
     faults = tuple(faults_seen(step))
     if verdict.outcome == "different" and not faults:
         guessed = padded_by_guess(step)
         verdict = verdict if guessed is None else unknown(verdict, guessed)
-    if (
-        verdict.outcome == "same"
-        and kind != HELD
-        and any(step.of_rank(rank).clips for rank in step.ranks)
-    ):
-        clipped = _compared(script, step, HELD)
+    if verdict.outcome == "same" and kind != HELD and any(one.clips for one in step.recorded):
+        clipped = _compared(step, HELD)
         if clipped.outcome == "different":
             seen_scaled = any(one.cause == WHILE_SCALED.name for one in faults)
             otherwise = () if seen_scaled else (clipped_otherwise(step),)
             verdict, faults = clipped, (*otherwise, *faults)
     if verdict.outcome == "same":
-        verdict = with_state_of_one_process(step, verdict, partial(_compared, script, kind=kind))
+        verdict = _with_state_of_one_process(step, verdict, kind)
     elif verdict.outcome == "different" and look_closer is not None:
         verdict = _explained(step, verdict, look_closer)
     return _with_faults(verdict, faults)
 
 
-def _with_draws_in_order(script: Script, step: ScriptStep, kind: GradientKind) -> Verdict:
+def _with_draws_in_order(step: ScriptStep, kind: GradientKind) -> Verdict:
     """The verdict, where one process draws for the rows in the order that the script really has.
 
     It does not, if another order of the rows gives another gradient. Then other ways are tried.
     Where all ranks draw the same, their numbers may also belong to no row.
     """
-    verdict = _compared(script, step, kind)
-    oracle = step.oracle
-    draws = any(step.of_rank(rank).draws for rank in step.ranks)
-    if oracle is None or not draws or verdict.outcome != "different":
+    verdict, oracle = _compared(step, kind), step.oracle
+    if oracle is None or not step.draws or verdict.outcome != "different":
         return verdict
     usual, missed, alike = oracle.row_order, oracle.missed, oracle.alike
-    others = OTHER_ROW_ORDERS if order_matters(verdict) or missed else ()
+    others = OTHER_ROW_ORDERS if _order_matters(verdict) or missed else ()
     if step.record.ranks_draw_alike(step.number):
         others = (*others, NO_ROWS)  # exchanging ranks does not show it
     for row_order in others if usual == "by row" else ():
         oracle.row_order, oracle.missed, oracle.alike = row_order, {}, {}
-        other = _compared(script, step, kind)
-        is_this = order_matters(verdict) and not order_matters(other) and not oracle.missed
+        other = _compared(step, kind)
+        is_this = _order_matters(verdict) and not _order_matters(other) and not oracle.missed
         if other.outcome == "same" or (is_this and other.outcome == "different"):
             return other
     oracle.row_order, oracle.missed, oracle.alike = usual, missed, alike
     return verdict
 
 
-def order_matters(verdict: Verdict) -> bool:
-    """True if another order of the rows gives other gradients."""
+def _order_matters(verdict: Verdict) -> bool:
     analysis = verdict.analysis
     return isinstance(analysis, AnalysisOfScript) and (
         verdict.outcome == "different" and analysis.order_matters
@@ -172,15 +178,24 @@ def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
     if not says_more or (first.cause == verdict.cause and verdict.findings[0].lines):
         return verdict
     others = [one for one in verdict.findings if one.cause != first.cause]
-    findings = (first, *(replace(one, accepted=False) for one in others))
-    return replace(verdict, outcome="different", cause=first.cause, findings=findings, reason="")
+    return _named(replace(verdict, reason=""), (first, *map(_rejected, others)))
 
 
-def _compared(script: Script, step: ScriptStep, kind: GradientKind) -> Verdict:
+def _rejected(finding: Finding) -> Finding:
+    return replace(finding, accepted=False)
+
+
+def _named(verdict: Verdict, findings: tuple[Finding, ...]) -> Verdict:
+    """It is different, for the cause of the first of these, if that is accepted."""
+    best = findings[0] if findings and findings[0].accepted else None
+    cause = None if best is None else best.cause
+    return replace(verdict, outcome="different", cause=cause, findings=findings)
+
+
+def _compared(step: ScriptStep, kind: GradientKind) -> Verdict:
     """Same, different or unknown, before any cause is looked for."""
-    case = as_case(step, kind)
-    optimizers = " + ".join(step.of_rank(0).optimizers)
-    request = request_of(script, case)
+    case, script = case_of(step, kind), step.script
+    optimizers = " + ".join(step.recorded[0].optimizers)
     verdict = Verdict(
         case=case,
         subject=f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})",
@@ -200,12 +215,8 @@ def _compared(script: Script, step: ScriptStep, kind: GradientKind) -> Verdict:
     verdict = replace(verdict, examples=reference.examples)
     if (why := vacuity.against_the_reference(reference)) is not None:
         return unknown(verdict, why)
-    expected = ExpectedOfScript(reference, step, kind)
-    analysis = AnalysisOfScript(request, expected, step, kind)
-    slow = step.record.is_cut_short(step.group)
-    seconds = script.seconds * (EPOCHS_TAKE if slow else 1)
-    analysis.time = TimeLeft(seconds, seconds)
-    measurement = measured(step, kind, expected, analysis.sample)
+    analysis = AnalysisOfScript(step, kind, ExpectedOfScript(reference, step, kind))
+    measurement = _measured(step, kind, analysis)
     comparison, evidence = measurement.comparison, measurement.evidence
     verdict = replace(verdict, comparison=comparison, evidence=evidence, analysis=analysis)
     if comparison.same:
@@ -221,16 +232,15 @@ def _explained(step: ScriptStep, verdict: Verdict, look_closer: LookCloser) -> V
     assert isinstance(analysis, AnalysisOfScript)
     if (why := reads_otherwise(step)) is not None:
         return unknown(verdict, why)
-    second = look_closer(step, verdict)
+    second = look_closer(step, analysis)
     if not second.observations:
-        held = {r: step.gradients(r, analysis.kind) for r in step.ranks}
-        seen = observations(step, analysis.sample_of_step(0), held)
+        sample = analysis.sample_of_step(0)
+        seen = {rank: _observation(step, rank, sample, analysis.kind) for rank in step.ranks}
         second = replace(second, observations=seen)
-    analysis.second = second
-    analysis.observed = seen = dict(second.observations)
+    analysis.second, analysis.observed = second, second.observations
     findings = analysis.findings
     if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
-        findings = (*added, *(replace(one, accepted=False) for one in findings))
+        findings = (*added, *map(_rejected, findings))
     if not any(one.accepted for one in findings):
         findings = (*tensors_differ_between_ranks(step), *findings)
     if not any(one.accepted for one in findings):
@@ -238,87 +248,30 @@ def _explained(step: ScriptStep, verdict: Verdict, look_closer: LookCloser) -> V
         averaged = () if missed else wrong_though_averaged(step, analysis.view)
         findings = (*averaged, *findings)
     best = findings[0] if findings and findings[0].accepted else None
-    if best is None or step.record.is_cut_short(step.group):
-        why = unfaithful(step, second) or draws_otherwise(step, analysis)
+    if best is None or step.ends_epoch_early:
+        why = unfaithful(step, second) or draws_otherwise(step, analysis.order_matters)
         if why is not None:
             return unknown(verdict, why)
-    if best is not None and best.cause == not_comparable.NAME and analysis.view is not None:
+    if best is not None and best.cause == NOT_ADDITIVE and analysis.view is not None:
         beside = analysis.beside
         lines = () if beside is None else lines_of_divergences(beside.divergences, analysis.view)
         findings = (replace(best, lines=lines or best.lines), *findings[1:])
-    return replace(
-        verdict,
-        observed=seen,
-        cause=None if best is None else best.cause,
-        findings=findings,
-    )
+    return _named(replace(verdict, observed=dict(second.observations)), findings)
 
 
-# What the ranks held at one step of a script, in the form in which ``check`` measures steps.
-
-SECONDS_TO_EXPLAIN = 30.0
-"""Seconds that explaining a difference may take."""
+# The gradients of the ranks, compared with those that are expected.
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Script:
-    """``name``: as reports call the script. ``float64``: it was observed in float64.
-
-    ``on_cpu``: its CUDA devices were the CPU. ``steps``: how many were recorded. ``repeat``: the
-    command that observes it again. ``seconds``: what explaining a difference may take. ``plant``:
-    the name of the fault that is planted in its ranks.
-    """
-
-    name: str
-    backend: str
-    float64: bool
-    on_cpu: bool = False
-    steps: int = 1
-    repeat: str = ""
-    seconds: float = SECONDS_TO_EXPLAIN
-    plant: str = ""
-
-    @property
-    def lane(self) -> Lane:
-        """The lane on which the ranks ran."""
-        reason = "its CUDA devices were the CPU" if self.on_cpu else ""
-        return Lane(self.backend, self.backend, "cpu", reason=reason)
-
-
-def request_of(script: Script, case: Case) -> Request:
-    """The request of a ``check``, if the script were a step."""
-
-    def step(model: object, shard: object, rank: Rank) -> None:
-        """Stands for the script, which no rank can run as a step."""
-
-    step.__name__ = script.name
-    return Request(
-        case=case,
-        step=step,
-        lane=script.lane,
-        deadline=script.seconds,
-        collective_deadline=script.seconds,
-        allow_changes=True,
-    )
-
-
-def measured(
-    step: ScriptStep,
-    kind: GradientKind,
-    expected: ExpectedOfScript,
-    sample: ElementSample[GradientKey],
-) -> Measurement:
-    """The gradients of the ranks, compared with those that are expected."""
-    reference = expected.reference
+def _measured(step: ScriptStep, kind: GradientKind, analysis: AnalysisOfScript) -> Measurement:
+    """What the ranks held, in the form in which ``check`` measures steps."""
+    reference, sample, expected = analysis.reference, analysis.sample, analysis.expected
     tolerance = Tolerance(reference.lowest_dtype)
     comparator = Comparator(reference.expected, expected.described, tolerance)
     evidence, sampled = {}, {}
     for rank in step.ranks:
-        gradients: dict[GradientKey, Tensor | None] = {
-            (0, name): one for name, one in step.gradients(rank, kind).items()
-        }
+        gradients = in_first_step(step.gradients(rank, kind))
         comparator.begin(rank, describe(gradients))
         for chunk in chunks(gradients):
             comparator.add(rank, chunk)
@@ -337,7 +290,7 @@ def measured(
 def _evidence(
     step: ScriptStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
 ) -> Evidence:
-    entered = step.of_rank(rank).autocast
+    recorded = step.recorded[rank]
     return Evidence(
         examples=(step.rows_by_rank[rank],),
         data=step.digests_of_rows(rank),
@@ -346,8 +299,26 @@ def _evidence(
         collectives=None,
         device="cpu",
         gradients=describe(gradients),
-        planted=step.of_rank(rank).planted,
-        autocast=frozenset(("cpu", AUTOCAST[name]) for name in entered if name in AUTOCAST),
+        planted=recorded.planted,
+        autocast=frozenset(("cpu", AUTOCAST[x]) for x in recorded.autocast if x in AUTOCAST),
+    )
+
+
+def _request_of(step: ScriptStep, case: Case) -> Request:
+    """The request of a ``check``, if the script were a step."""
+    script = step.script
+
+    def stands_for_the_script(model: object, shard: object, rank: Rank) -> None:
+        """No rank can run the script as a step."""
+
+    stands_for_the_script.__name__ = script.name
+    return Request(
+        case=case,
+        step=stands_for_the_script,
+        lane=script.lane,
+        deadline=script.seconds,
+        collective_deadline=script.seconds,
+        allow_changes=True,
     )
 
 
@@ -365,7 +336,7 @@ EPS_OF_FLOAT32 = torch.finfo(torch.float32).eps
 
 class ExpectedOfScript(Expected):
     """The script's own gradient of all rows, and its rounding: it is asked for the rows in other
-    orders, with weights that are moved by one eps. ``kind``: as in ``as_case``.
+    orders, with weights that are moved by one eps. ``kind``: as in ``case_of``.
     """
 
     def __init__(self, reference: Reference, step: ScriptStep, kind: GradientKind) -> None:
@@ -380,8 +351,7 @@ class ExpectedOfScript(Expected):
             for first in range(ranks - 1, -1, -1)
         ]
         orders = [order for order in other_ranks if order != self._step.everything]
-        steps = [self._step.record.step(rank, self._step.number) for rank in range(ranks)]
-        if not any(step.draws for step in steps):
+        if not self._step.draws:
             orders.insert(1, tuple(row for rows in by_rank for row in rows[::-1]))
             orders.insert(0, self._step.everything[::-1])
         return orders
@@ -399,10 +369,8 @@ class ExpectedOfScript(Expected):
                 answer = self._step.answer(order, nudge)
             except CannotReplay:
                 continue
-            found = {
-                (0, self._step.short(name)): None if one is None else one.double()
-                for name, one in answer.gradients(self._kind).items()
-            }
+            found = in_first_step(self._step.by_short_name(answer.gradients(self._kind)))
+            found = {key: None if one is None else one.double() for key, one in found.items()}
             of_order = noise_of(truth, found)
             inside = torch.finfo(getattr(torch, answer.lowest)).eps if answer.lowest else 0.0
             in_float64 = max(eps, inside) < EPS_OF_FLOAT32
@@ -414,6 +382,90 @@ class ExpectedOfScript(Expected):
         return Rounding(noise, order_matters)
 
 
+# What is costly to know of a step that differs, computed when it is asked for.
+
+MARKED = "> marks where the ranks part from one process that has all rows."
+
+
+class AnalysisOfScript(Analysis):
+    """An analysis of a step that no rank can run again, since it is a part of a script.
+
+    ``kind``: which gradients are compared. ``second``: the second run, set before it is asked for.
+    """
+
+    def __init__(self, step: ScriptStep, kind: GradientKind, expected: ExpectedOfScript) -> None:
+        super().__init__(_request_of(step, expected.reference.case), expected)
+        self.step, self.kind, self.expected, self.second = step, kind, expected, SecondRun()
+        seconds = step.script.seconds * (EPOCHS_TAKE if step.ends_epoch_early else 1)
+        self.time = TimeLeft(seconds, seconds)
+
+    @property
+    def order_matters(self) -> bool:
+        """True if the script computes another gradient for its rows in another order."""
+        return self.expected.rounding.order_matters
+
+    @cached_property
+    def beside(self) -> BesideOneRank | None:
+        """What the ranks did otherwise than one process that has all rows."""
+        view, best = self.view, self.explanations[0] if self.explanations else None
+        believed = best if best is not None and best.accepted else None
+        if view is None or not self.second.operations or not one_rank_shows_more(believed):
+            return None
+        largest = float(view.expected.abs().max())
+        with suppress(CannotReplay):
+            return unless_it_fails(lambda: self._beside(largest), lambda why: None)
+        return None
+
+    def _beside(self, largest: float) -> BesideOneRank | None:
+        """``largest``: element of the gradient of all rows. Raises CannotReplay."""
+        step, oracle, by_rank = self.step, self.step.oracle, self.second.operations
+        if oracle is None or len(by_rank) < len(step.ranks):
+            return None
+        alone = oracle.logged(step.group, step.rows, self.second.module)
+        if alone is None or not all(one.complete for one in (alone, *by_rank.values())):
+            return None
+        dtypes = {value.dtype for value in alone.values if value.is_floating_point} or {"float64"}
+        eps = max(torch.finfo(getattr(torch, name)).eps for name in dtypes)
+        order = oracle.order_of(step.group, step.rows)
+        if eps > COARSEST or sorted(order) != sorted(range(len(step.rows))):
+            return None  # some rows are in several micro-batches
+        place = {row: number for number, row in enumerate(order)}
+        rows = tuple(tuple(place[row] for row in of_rank) for of_rank in step.rows_by_rank)
+        logs = logs_of(OneRank(by_rank, alone), Sharing(rows, len(order), eps, largest))
+        return BesideOneRank(
+            is_right_alone=True,
+            factor_alone=1.0,
+            divergences=divergences(logs),
+            past_autograd=past_autograd(logs),
+        )
+
+    @cached_property
+    def localisation(self) -> Localisation:
+        """As for a step; but one process is what the ranks are compared with, so that nothing is
+        said of whether it is right.
+        """
+        found = super().localisation
+        seen = found.whereabouts
+        if seen is None or not seen.beside_one_rank:
+            return found
+        marks = MARKED if seen.marks else ""
+        return replace(found, whereabouts=replace(seen, beside_one_rank="", marks=marks))
+
+    @cached_property
+    def draws(self) -> ReferenceDraws | None:
+        """None: the script itself draws for its big batch what the ranks drew."""
+        return None
+
+    @cached_property
+    def view_of_own_draws(self) -> View | None:
+        """The view of the step. On one rank the script computes the big batch, by definition."""
+        if self.measurement is None or self.why_no_view:
+            return None
+        view, other_bits = self._view_of_step(0), self.repeated is False
+        seen = view and with_measurement(view, self.measurement, self.observed, 0, other_bits)
+        return seen and replace(seen, factor_on_one_rank=lambda: 1.0)
+
+
 # Compares the buffers that the ranks leave with those of one process that has all rows.
 #
 # From the buffers that the ranks had, one process may compute the same gradients in every step,
@@ -421,15 +473,13 @@ class ExpectedOfScript(Expected):
 # more, from the buffers that the one process has left itself.
 
 
-def with_state_of_one_process(
-    step: ScriptStep, verdict: Verdict, compared: Callable[[ScriptStep], Verdict]
-) -> Verdict:
+def _with_state_of_one_process(step: ScriptStep, verdict: Verdict, kind: GradientKind) -> Verdict:
     """The verdict on a step that is the same; or "different", if it is not the same from the
-    buffers that one process has after the step before. ``compared``: gives a verdict on a step.
+    buffers that one process has after the step before.
     """
     try:
         moved, state = _moved_otherwise(step)
-        beside = compared(replace(step, state=state)) if moved else verdict
+        beside = _compared(replace(step, state=state), kind) if moved else verdict
     except CannotReplay:
         return verdict
     if beside.outcome != "different":
@@ -440,7 +490,7 @@ def with_state_of_one_process(
         unexplained=0.0,
         lines=lines_at(line_of_buffer(step, moved[0].name), note),
     )
-    return replace(beside, cause=finding.cause, findings=(finding,))
+    return _named(beside, (finding,))
 
 
 def _moved_otherwise(step: ScriptStep) -> tuple[list[BufferBeside], State]:
@@ -451,37 +501,29 @@ def _moved_otherwise(step: ScriptStep) -> tuple[list[BufferBeside], State]:
     before, oracle = step.before, step.oracle
     if before is None or oracle is None or step.number != step.group[0]:
         return [], OF_RECORD
-    now, earlier = step.of_rank(0), before.of_rank(0)
-    changed = {
-        name: value
-        for name, value in now.states.items()
-        if name not in now.held and not name.endswith(OF_BATCH_NORM)
-        if not is_equal(earlier.states.get(name), value)
-    }
+    now, earlier = step.recorded[0], before.recorded[0]
     answer = oracle.answer(step.group, step.rows)
     alone = answer.steps[0]
-    of_ranks = sum(before.of_rank(rank).rows_of_calls for rank in step.ranks)
+    of_ranks = sum(one.rows_of_calls for one in before.recorded)
     if answer.missed or alone.left_by != (before.number, of_ranks):
         return [], OF_RECORD
     moved = [
         BufferBeside(name, error, (0,))
-        for name, value in changed.items()
+        for name, value in now.states.items()
+        if name not in now.held and not name.endswith(OF_BATCH_NORM)
+        if not is_equal(earlier.states.get(name), value)
         if name in alone.left and (error := error_of(value, alone.left[name]))
     ]
     return moved, State(answer.files[0], tuple(one.name for one in moved))
 
 
-def observations(
-    step: ScriptStep, sample: ElementSample[str], held: Mapping[int, Mapping[str, Tensor | None]]
-) -> dict[int, Observation]:
-    """Rank -> what it was seen to do. ``held``: the gradients that are compared, of each rank."""
-    return {rank: _observation(step, rank, sample, held[rank]) for rank in held}
+# What a rank was seen to do, from its record alone, where no second run has shown it.
 
 
 def _observation(
-    step: ScriptStep, rank: int, sample: ElementSample[str], held: Mapping[str, Tensor | None]
+    step: ScriptStep, rank: int, sample: ElementSample[str], kind: GradientKind
 ) -> Observation:
-    recorded = step.of_rank(rank)
+    recorded, held = step.recorded[rank], step.gradients(rank, kind)
     weights = repr(sorted(one for one in recorded.weights.items() if step.short(one[0]) in held))
     before = sum(len(step.record.step(rank, n).losses) for n in step.group if n < step.number)
     called = {call.backwards: call for call in reversed(recorded.calls)}
@@ -501,7 +543,7 @@ def _observation(
         if number in called:
             happened(Kind.FORWARD, called[number].place, what=called[number].module)
         happened(Kind.BACKWARD, recorded.backward_at[number], value=loss)
-        own = {step.short(name): one for name, one in recorded.own_of_each[number].items()}
+        own = step.by_short_name(recorded.own_of_each[number])
         is_known = own.keys() >= sample.sizes.keys()
         gradient = sample.of({name: own[name] for name in sample.sizes}) if is_known else None
         backwards.append(Backward(loss, len(forwards), (None, None), step=0, gradient=gradient))

@@ -22,6 +22,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.queries import STARTED_BY, VARIABLE, Instructions
 from ddp_equivalence.ranks.messages import was_left_waiting
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE
+from ddp_equivalence.ranks.process_tree import kill, with_variable
 
 STARTUP = Path(__file__).parent / "startup"
 PACKAGE = Path(__file__).parents[2]
@@ -116,13 +117,11 @@ class Running:
         return self.last_words
 
     def end(self) -> None:
-        """End the command and everything that it started."""
-        processes = _processes_with(self._settings)
-        for process in processes:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        """End the command and everything that it started: launchers start new sessions, and their
+        children may outlive them.
+        """
+        processes = with_variable(VARIABLE, str(self._settings))
+        kill(processes)
         psutil.wait_procs(processes, timeout=5)
         if self._process.poll() is None:  # such as a program that clears its environment
             self._process.kill()
@@ -145,20 +144,6 @@ def last_words(printed: str) -> str:
             waited = was_left_waiting(lines[last])
             found.setdefault(waited, "\n".join(lines[max(begin, last - LAST_LINES) : last + 1]))
     return found.get(False) or found.get(True) or "\n".join(lines[-LAST_LINES:])
-
-
-def _processes_with(settings: Path) -> list[psutil.Process]:
-    """The processes with these settings in their environment: launchers start new sessions, and
-    their children may outlive them.
-    """
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(VARIABLE) == str(settings):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def short_folder() -> str | None:

@@ -1,39 +1,25 @@
-"""Why a difference from one process may show nothing, or is explained by the rows."""
+"""Why a difference from one process may show nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import takewhile
 from math import isclose
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.causes.clipping import BEFORE_REDUCE
-from ddp_equivalence.diagnosis.diagnose import Finding
-from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
-from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
-from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.observed_scripts.as_case import (
-    AnalysisOfScript,
-    ScriptStep,
-    SecondRun,
-    holds_the_mean_of_own,
-    left_over,
-    nearly_equal,
-    rounding_of,
-)
 from ddp_equivalence.observed_scripts.oracle import AT_ONCE, ONE_AFTER_THE_OTHER, CannotReplay
 from ddp_equivalence.observed_scripts.queries import STATE
 from ddp_equivalence.observed_scripts.record import OWN, Record
 from ddp_equivalence.observed_scripts.rows import guessed_paddings
-from ddp_equivalence.observed_scripts.seen_in_record import lines_at, seen
+from ddp_equivalence.observed_scripts.script_step import (
+    ScriptStep,
+    SecondRun,
+    are_float64,
+    left_over,
+)
 from ddp_equivalence.report.text import plural
 
 FAITHFUL = 1e-6
@@ -55,7 +41,7 @@ def reads_otherwise(step: ScriptStep) -> Unknown | None:
             alone = step.alone(rank).read
         except CannotReplay:
             return None
-        of_rank = step.of_rank(rank).read
+        of_rank = step.recorded[rank].read
         if not of_rank or len(alone) % len(of_rank):
             continue  # the micro-batches are joined
         if alone != of_rank * (len(alone) // len(of_rank)):
@@ -102,7 +88,7 @@ def unfaithful(step: ScriptStep, second: SecondRun) -> Unknown | None:
     communicates = all(_communicates_before_backward(second, r) for r in second.observations)
     if communicates and _models_return_the_same(step) and _repeats(step):
         return None
-    end = step.record.is_cut_short(step.group)
+    end = step.ends_epoch_early
     losses, failed, repeats = list[str](), "", False
     for rank in step.ranks:
         try:
@@ -111,14 +97,14 @@ def unfaithful(step: ScriptStep, second: SecondRun) -> Unknown | None:
             failed = str(error)
             continue
         found, alone = step.computed(answer), sum(answer.losses)
-        loss = sum(step.of_rank(rank).losses)
-        most = FAITHFUL if _in_float64(found) else FAITHFUL_IN_LOW_PRECISION
+        loss = sum(step.recorded[rank].losses)
+        most = FAITHFUL if are_float64(found) else FAITHFUL_IN_LOW_PRECISION
         is_multiple = not end and left_over(step.gradients(rank, OWN), [found]) <= most
         if abs(alone - loss) <= most * abs(loss) or is_multiple:
             repeats = True
             continue
         held = _held_otherwise(step, rank)
-        if any(one.on_rank.startswith(STATE) for one in held):
+        if any(held.values()):
             why = f"rank {rank} may have drawn other numbers than one process{_text_of_held(held)}"
             return _cannot_replay(why)
         loss_text, alone_text = text_of(loss, ".6g"), text_of(alone, ".6g")
@@ -137,37 +123,26 @@ def unfaithful(step: ScriptStep, second: SecondRun) -> Unknown | None:
     )
 
 
-def _in_float64(gradients: Mapping[str, Tensor | None]) -> bool:
-    return all(one is None or one.dtype is torch.float64 for one in gradients.values())
-
-
-class _Held(NamedTuple):
-    """A value that the script holds in Python: on a rank, and in its place in one process."""
-
-    name: str
-    rank: int
-    on_rank: str
-    here: str
-
-
-def _held_otherwise(step: ScriptStep, *ranks: int) -> list[_Held]:
-    """The values that change from step to step in Python, and were others here than on a rank."""
-    found = []
+def _held_otherwise(step: ScriptStep, *ranks: int) -> dict[str, bool]:
+    """The values that change from step to step in Python, and were others in one process than on a
+    rank: in words, and whether each is the state of a generator.
+    """
+    found: dict[str, bool] = {}
     for rank in ranks:
         with suppress(CannotReplay):
-            alone, held = step.alone(rank).in_python, step.of_rank(rank).in_python
+            alone, held = step.alone(rank).in_python, step.recorded[rank].in_python
             others = [step.record.step(rank, one).in_python for one in step.record.steps]
-            found += [
-                _Held(name, rank, value, alone[name])
+            found |= {
+                f"{name} ({value} on rank {rank}, {alone[name]} here)": value.startswith(STATE)
                 for name, value in held.items()
                 if value != alone.get(name, value) and any(value != one.get(name) for one in others)
-            ]
+            }
     return found
 
 
-def _text_of_held(held: Sequence[_Held]) -> str:
-    texts = [f"{one.name} ({one.on_rank} on rank {one.rank}, {one.here} here)" for one in held[:6]]
-    return f". These are in another state there: {', '.join(texts)}" if texts else ""
+def _text_of_held(held: Mapping[str, bool]) -> str:
+    texts = ", ".join(list(held)[:6])
+    return f". These are in another state there: {texts}" if texts else ""
 
 
 def _communicates_before_backward(second: SecondRun, rank: int) -> bool:
@@ -195,27 +170,25 @@ def _models_return_the_same(step: ScriptStep) -> bool:
     to the element.
     """
     for rank in step.ranks:
-        results = step.of_rank(rank).results
+        results = step.recorded[rank].results
         try:
             alone = step.alone(rank)
         except CannotReplay:
             return False
         again, gradients = alone.results, step.computed(alone)
-        if not _in_float64(gradients) or not results or len(results) != len(again):
+        if not are_float64(gradients) or not results or len(results) != len(again):
             return False
         if not all(isclose(*pair, rel_tol=FAITHFUL) for pair in zip(results, again, strict=True)):
             return False
     return True
 
 
-def draws_otherwise(step: ScriptStep, analysis: AnalysisOfScript) -> Unknown | None:
+def draws_otherwise(step: ScriptStep, order_matters: bool) -> Unknown | None:
     """Why a difference may lie in the random numbers: one process may not draw for each row what
-    its rank drew. Then another order of the rows gives it another gradient.
+    its rank drew. Then another order of the rows gives it another gradient (``order_matters``).
     """
     oracle = step.oracle
-    if oracle is None or not any(step.of_rank(rank).draws for rank in step.ranks):
-        return None
-    if not (oracle.missed or analysis.order_matters):
+    if oracle is None or not step.draws or not (oracle.missed or order_matters):
         return None
     missed = ", ".join(oracle.missed)
     return _cannot_replay(
@@ -227,7 +200,7 @@ def draws_otherwise(step: ScriptStep, analysis: AnalysisOfScript) -> Unknown | N
 
 def against_the_names(step: ScriptStep) -> Unknown | None:
     """Nothing can be compared if the optimizer's parameters are in no module that was called."""
-    recorded = step.of_rank(0)
+    recorded = step.recorded[0]
     if recorded.unnamed and not step.weights():
         return Unknown(
             UnknownBecause.NOTHING_TO_COMPARE,
@@ -236,70 +209,6 @@ def against_the_names(step: ScriptStep) -> Unknown | None:
             "gradients are not seen",
         )
     return None
-
-
-# Ranks that average rightly what is no part of the big batch's gradient: where the loss depends on
-# rows together, as with negatives or a ratio of norms, or hooks limit each rank's own gradient.
-
-NAME = "statistic_not_additive"
-
-CERTAIN = 5
-"""So many times the rounding must the big batch's gradient leave unexplained."""
-
-
-def wrong_though_averaged(step: ScriptStep, view: View | None) -> Iterator[Finding]:
-    """The finding, if the ranks hold the mean of their own gradients, and the gradient of all rows
-    is no mixture of these. ``view``: of the step.
-    """
-    own = [step.gradients(rank, OWN) for rank in step.ranks]
-    try:
-        answers, of_all = [step.alone(rank) for rank in step.ranks], step.answer(step.everything)
-    except CannotReplay:
-        return
-    together = step.computed(of_all)
-    left = left_over(together, own)
-    if left <= CERTAIN * rounding_of(together) or not holds_the_mean_of_own(step):
-        return
-    amount = f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of"
-    counted = zip(answers, step.rows_by_rank, strict=True)
-    mean = sum(sum(one.losses) * len(rows) for one, rows in counted) / len(step.rows)
-    if abs(sum(of_all.losses) - mean) <= NEGLIGIBLE * abs(mean):  # the loss itself is a mean
-        hooks = [] if view is None else view.observed.calls.places(Kind.TENSOR_HOOK)
-        hooks = [place for place in hooks if any(call.names for call in place.calls)]
-        if hooks and all(map(_is_limited, own)):
-            note = "the hook changes this rank's own gradient"
-            yield seen(
-                BEFORE_REDUCE.name,
-                "hooks clip each rank's gradient before the reduction",
-                "clip after the gradients of all ranks are reduced, before the optimizer steps.",
-                [place.pointed(note, is_fault=len(hooks) == 1) for place in hooks],
-                "many elements of a rank's own gradient have the same, largest size; "
-                f"{amount} the ranks' own",
-            )
-        return
-    repeats = all(map(nearly_equal, own, map(step.computed, answers)))
-    if repeats and not any(step.of_rank(rank).batch_norm for rank in step.ranks):
-        yield seen(
-            NAME,
-            "the loss depends on rows together, and a rank has only its own",
-            "none, if that is meant; else gather from all ranks what the loss compares.",
-            _line_of_coupled_loss(step, view),
-            "each rank computes what its rows give alone, and their average is right, but "
-            f"{amount} these",
-        )
-
-
-def _line_of_coupled_loss(step: ScriptStep, view: View | None) -> tuple[PointedLine, ...]:
-    """The line that made the loss; if that is not known, the one that called backward."""
-    note = "the loss of this rank's rows alone"
-    made = line_of_loss(view, note, is_fault=True) if view is not None else None
-    return lines_at(step.of_rank(0).last_backward, f"begins at {note}") if made is None else (made,)
-
-
-def _is_limited(gradients: Mapping[str, Tensor | None]) -> bool:
-    """True if more elements of a parameter's gradient have its largest size than by chance."""
-    sizes = [one.abs() for one in gradients.values() if one is not None and one.any()]
-    return any(int((one == one.max()).sum()) > 1 + one.numel() // 1000 for one in sizes)
 
 
 # Says that the last step of an epoch was not observed, where it is another one than the rest.

@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from math import isclose
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
@@ -26,7 +25,7 @@ from ddp_equivalence.observed_scripts.queries import (
     State,
     path_of_kept,
 )
-from ddp_equivalence.observed_scripts.record import Piece, Record, Row, pieces_of
+from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
 
 # The script while it runs in one process, and the socket over which it is asked questions.
 
@@ -229,7 +228,7 @@ class Oracle:
             raise self._refused[key]
         if key not in self._answers:
             try:
-                self._answers[key] = self._computed(group, rows, nudge, state=state)
+                self._answers[key] = self._computed(group, rows, nudge=nudge, state=state)
             except CannotReplay as error:
                 self._refused[key] = error  # the script is not waited for twice
                 raise
@@ -247,7 +246,7 @@ class Oracle:
         CannotReplay.
         """
         for _ in range(steps):
-            self._computed(group, rows, 0).delete()
+            self._computed(group, rows).delete()
 
     def repeats(self, group: tuple[int, ...], rows: Sequence[Row]) -> bool:
         """True if the script computes the same losses when it is asked twice. Raises CannotReplay.
@@ -255,7 +254,7 @@ class Oracle:
         It does not if something decides that is restored for no question, such as a counter.
         """
         # What was kept would hold the same again.
-        first, second = (self._computed(group, rows, 0, kept=False) for _ in range(2))
+        first, second = (self._computed(group, rows, kept=False) for _ in range(2))
         losses = [[loss for step in one.steps for loss in step.losses] for one in (first, second)]
         first.delete()
         second.delete()
@@ -266,35 +265,33 @@ class Oracle:
         None if they could not be logged. Raises CannotReplay.
         """
         self.answer(group, rows)  # so that it is known how the script takes them
-        return self._computed(group, rows, 0, module).operations
+        return self._computed(group, rows, logged=module).operations
 
     def _computed(
         self,
         group: tuple[int, ...],
         rows: Sequence[Row],
-        nudge: int,
-        logged: str = "",
-        state: State = OF_RECORD,
         kept: bool = True,
+        **asked: Any,
     ) -> Answer:
+        """``kept``: a process that was kept may compute it. ``asked``: fields of the query."""
         if self.script.closed:
             raise CannotReplay("the script has been ended")
         is_epoch = self._record.is_cut_short(group)
         for _ in range(3):
-            micro_batches = self._arranged(group, rows)
+            counts = [self._record.counts(rank, group) for rank in self._ranks]
+            micro_batches = [pieces_of(one, counts) for one in self._arranged(group, rows)]
             self._number += 1
             if self.script.first is not None and self.script.first.is_epoch and not is_epoch:
                 self.script.stop()  # it may have taken the length of that epoch for good
             query = Query(
                 self._number,
                 group,
-                micro_batches,
-                nudge,
-                self.row_order,
-                logged=logged,
+                tuple(micro_batches),
+                row_order=self.row_order,
                 is_epoch=is_epoch,
-                state=state,
                 keep=self.keeps and kept,
+                **asked,
             )
             answer = (self.script.answer_of_kept(query) if kept else None) or self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
@@ -314,23 +311,20 @@ class Oracle:
             f"{_times(sum(expected))} were expected{fewer if sum(found) > sum(expected) else ''}"
         )
 
-    def _arranged(
-        self, group: tuple[int, ...], rows: Sequence[Row]
-    ) -> tuple[tuple[Piece, ...], ...]:
+    def _arranged(self, group: tuple[int, ...], rows: Sequence[Row]) -> list[list[Row]]:
         """The micro-batches in which the script is given these rows of a group of steps."""
-        by_rank = [self._record.counts(rank, group) for rank in self._ranks]
-        counts = {(r, n): count for r, of in enumerate(by_rank) for n, count in enumerate(of)}
-        arrangement, each = self._arrangement_of(group), max(map(len, by_rank))
+        arrangement = self._arrangement_of(group)
+        each = max(len(self._record.counts(rank, group)) for rank in self._ranks)
         units: dict[tuple[int, ...], list[Row]] = defaultdict(list)
         for row in rows:
             one_by_one = row.micro_batch, row.rank
             unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: ()}.get(arrangement, one_by_one[:1])
             units[unit].append(row)
         expected = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * len(self._ranks))
-        taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items())]
+        taken = [of_unit for _, of_unit in sorted(units.items())]
         if expected % len(taken):
-            taken = [pieces_of(rows, counts)]
-        return tuple(taken * (expected // len(taken)))
+            taken = [list(rows)]
+        return taken * (expected // len(taken))
 
     def _arrangement_of(self, group: tuple[int, ...]) -> Arrangement:
         if self.arrangement != ONE_AFTER_THE_OTHER:
@@ -340,14 +334,8 @@ class Oracle:
 
     def order_of(self, group: tuple[int, ...], rows: Sequence[Row]) -> list[int]:
         """The numbers of these rows in the order in which the script is given them."""
-        numbers: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
-        for number, row in enumerate(rows):
-            numbers[row.rank, row.micro_batch][row.row] = number
-        order: list[int] = []
-        for piece in chain.from_iterable(self._arranged(group, rows)):
-            known = numbers[piece.rank, piece.micro_batch]
-            order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
-        return order
+        numbers = {row: number for number, row in enumerate(rows)}
+        return [numbers[row] for unit in self._arranged(group, rows) for row in unit]
 
     def _is_everything(self, group: tuple[int, ...], rows: Sequence[Row]) -> bool:
         return sorted(map(repr, rows)) == sorted(map(repr, self._record.rows(group)))

@@ -41,6 +41,15 @@ def text_of_line(line: CodeLine | None) -> str:
     return "" if line is None else f"{os.path.basename(line.file)}:{line.number}"
 
 
+GeneratorStates = dict[str, Tensor]
+"""The states of torch's default generators, by the kind of device."""
+
+
+def same_states(one: GeneratorStates, other: GeneratorStates) -> bool:
+    """True if generators in these states draw the same numbers."""
+    return one.keys() == other.keys() and all(torch.equal(one[kind], other[kind]) for kind in one)
+
+
 @dataclass(frozen=True)
 class Event:
     """``number``: how many events of this kind there were before, after so many backward passes.
@@ -139,7 +148,7 @@ class Step:
     ``last_lines``: for each change that was seen, the last line that did it with "optimizer", the
     one that stepped, with "loader", the one from which the step read first, or with a module, by
     its name. Gradients that an earlier step cleared do not count. ``steps_with``: the options and
-    state of optimizers. ``buffers_kept``: see ``classes_that_keep``.
+    state of optimizers. ``buffers_kept``: for each buffer, the user's class that keeps it.
     """
 
     number: int = 0
@@ -163,7 +172,7 @@ class Step:
     states: dict[str, Tensor] = field(default_factory=dict)
     left: dict[str, Tensor] = field(default_factory=dict)
     left_by: tuple[int, int] | None = None
-    generators: dict[Event, Tensor] = field(default_factory=dict)
+    generators: dict[Event, GeneratorStates] = field(default_factory=dict)
     events: Counter[tuple[str, int]] = field(default_factory=Counter)
     draws: bool = False
     in_python: dict[str, str] = field(default_factory=dict)
@@ -384,9 +393,8 @@ class Record:
         module.
         """
         ranks = range(self.world_size)
-        states = [self.step(rank, number).generators.get(Event("call")) for rank in ranks]
-        known = [state for state in states if state is not None]
-        return len(known) == len(states) and all(torch.equal(one, known[0]) for one in known)
+        states = [self.step(rank, number).generators.get(Event("call"), {}) for rank in ranks]
+        return all(one and same_states(one, states[0]) for one in states)
 
     def ragged_and_drawn(self) -> bool:
         """True if random numbers are drawn in a step in which ranks have padded their rows to
@@ -421,14 +429,15 @@ class Piece:
     rows: tuple[int, ...] | None = None
 
 
-def pieces_of(rows: Sequence[Row], counts: dict[tuple[int, int], int]) -> tuple[Piece, ...]:
-    """These rows as pieces, in their order. ``counts``: of each (rank, micro-batch)."""
+def pieces_of(rows: Sequence[Row], counts: Sequence[Sequence[int]]) -> tuple[Piece, ...]:
+    """These rows as pieces, in their order. ``counts``: of each micro-batch of each rank."""
     pieces = []
     for read, of_it in groupby(rows, key=lambda row: (row.rank, row.micro_batch)):
         places = tuple(row.row for row in of_it)
         known = tuple(place for place in places if place is not None)
-        is_whole = places != known or places == tuple(range(counts[read]))
-        pieces.append(Piece(*read, None if is_whole else known))
+        rank, micro_batch = read
+        is_whole = places != known or places == tuple(range(counts[rank][micro_batch]))
+        pieces.append(Piece(rank, micro_batch, None if is_whole else known))
     return tuple(pieces)
 
 

@@ -17,7 +17,6 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.observed_scripts.as_case import ScriptStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.record import (
     BEFORE_CLIP,
@@ -26,6 +25,7 @@ from ddp_equivalence.observed_scripts.record import (
     SeenClip,
     text_of_line,
 )
+from ddp_equivalence.observed_scripts.script_step import ScriptStep
 from ddp_equivalence.report.numbers import parameters_lines
 from ddp_equivalence.report.render import full_lines, pointed_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
@@ -341,7 +341,7 @@ def export(step: ScriptStep, folder: Path, headline: str, command: str, one_proc
     except CannotReplay as error:
         raise BadCase("export", str(folder), f"a step that was replayed; {error}") from error
     folder.mkdir(parents=True)
-    ranks = [step.of_rank(rank) for rank in step.ranks]
+    ranks = step.recorded
     found = {
         "headline": headline,
         "command": command,
@@ -350,9 +350,9 @@ def export(step: ScriptStep, folder: Path, headline: str, command: str, one_proc
         "losses": [one.losses for one in ranks],
         "losses_in_one_process": answer.losses,
         "gradients_of_one_process": step.by_short_name(answer.gradients(BEFORE_CLIP)),
-        "gradients_of_ranks": [step.gradients(rank, BEFORE_CLIP) for rank in step.ranks],
-        "gradients_after_clipping": [step.gradients(rank, HELD) for rank in step.ranks],
-        "own_gradients": [step.gradients(rank, OWN) for rank in step.ranks],
+        "gradients_of_ranks": step.gradients_of_ranks(BEFORE_CLIP),
+        "gradients_after_clipping": step.gradients_of_ranks(HELD),
+        "own_gradients": step.gradients_of_ranks(OWN),
         "rows": [[dict(rows.all_tensors()) for rows in one.read_rows] for one in ranks],
     }
     torch.save(found, folder / "step.pt")
@@ -378,7 +378,7 @@ class StepFacts:
     @classmethod
     def of(cls, step: ScriptStep) -> StepFacts:
         """Read them from the record."""
-        recorded = [step.of_rank(rank) for rank in step.ranks]
+        recorded = step.recorded
         losses = [loss for one in recorded for loss in one.losses]
         return cls(
             optimizers=tuple(recorded[0].optimizers),

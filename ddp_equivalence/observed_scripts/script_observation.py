@@ -16,13 +16,6 @@ from pathlib import Path
 from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.observed_scripts.as_case import (
-    ScriptStep,
-    SecondRun,
-    is_the_same,
-    seen_again,
-    what_to_look_at,
-)
 from ddp_equivalence.observed_scripts.ending import (
     Ending,
     ScriptFailed,
@@ -30,11 +23,7 @@ from ddp_equivalence.observed_scripts.ending import (
     failed,
     where_ranks_are,
 )
-from ddp_equivalence.observed_scripts.judged_step import (
-    SECONDS_TO_EXPLAIN,
-    Script,
-    judge,
-)
+from ddp_equivalence.observed_scripts.judged_step import AnalysisOfScript, judge
 from ddp_equivalence.observed_scripts.launch import (
     Running,
     in_one_process,
@@ -56,10 +45,21 @@ from ddp_equivalence.observed_scripts.oracle import (
 from ddp_equivalence.observed_scripts.queries import Instructions, LookAt
 from ddp_equivalence.observed_scripts.record import Record, read_by_several_ranks, text_of_line
 from ddp_equivalence.observed_scripts.report import Observed, StepFacts, export
+from ddp_equivalence.observed_scripts.script_step import (
+    Script,
+    ScriptStep,
+    SecondRun,
+    is_the_same,
+    seen_again,
+    what_to_look_at,
+)
 from ddp_equivalence.report.record import tell
 from ddp_equivalence.report.render import headline_text
 from ddp_equivalence.report.text import Line, Style, labelled, plural
 from ddp_equivalence.report.verdict import Verdict
+
+SECONDS_TO_EXPLAIN = 30.0
+"""Seconds that explaining a difference may take, at least."""
 
 SECONDS_TO_END = 3.0
 """A launcher gets this long to end by itself when its ranks have ended."""
@@ -111,7 +111,7 @@ class ScriptObservation:
         return Observed(
             name=script.name,
             verdicts=tuple(verdicts),
-            facts=tuple(StepFacts.of(step) for step in observed_steps(record, None)),
+            facts=tuple(StepFacts.of(step) for step in observed_steps(script, record, None)),
             command=self.command,
             one_process=alone,
             world_size=record.world_size,
@@ -155,12 +155,11 @@ class ScriptObservation:
         instructions = Instructions("record", str(folder), options, self.float64, look_at=look_at)
         running = Running(self.command, instructions, folder / "record.log")
         try:
-            while running.exit_code is None and not all_done(folder):
-                if time.monotonic() - running.started > options.deadline:
-                    break
+            until = running.started + options.deadline
+            while running.exit_code is None and not all_done(folder) and time.monotonic() < until:
                 time.sleep(0.02)
-            ended = time.monotonic() + SECONDS_TO_END
-            while running.exit_code is None and all_done(folder) and time.monotonic() < ended:
+            until = time.monotonic() + SECONDS_TO_END
+            while running.exit_code is None and all_done(folder) and time.monotonic() < until:
                 time.sleep(0.01)
             code = running.exit_code
             hangs = code is None and not all_done(folder)
@@ -223,16 +222,16 @@ class ScriptObservation:
         running = RunningScript(alone, folder / "one_process.log", instructions)
         oracle = Oracle(running, record, arrangement)
         try:
-            steps = observed_steps(record, oracle)
+            steps = observed_steps(script, record, oracle)
             compute_in_their_order(steps, self.options.from_step)
-            return [self._verdict(script, step) for step in steps]
+            return list(map(self._verdict, steps))
         finally:
             running.close()
             self.notes += _notes(oracle)
             self.alike = tuple(oracle.alike)
 
-    def _verdict(self, script: Script, step: ScriptStep) -> Verdict:
-        verdict = judge(script, step, None if self.has_explained else self._look_closer)
+    def _verdict(self, step: ScriptStep) -> Verdict:
+        verdict = judge(step, None if self.has_explained else self._look_closer)
         if not self.has_explained:
             verdict.full_report()  # asks the script everything, while it runs
         if verdict.outcome == "different" and not self.has_explained:
@@ -248,11 +247,11 @@ class ScriptObservation:
         script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
-    def _look_closer(self, step: ScriptStep, verdict: Verdict) -> SecondRun:
+    def _look_closer(self, step: ScriptStep, analysis: AnalysisOfScript) -> SecondRun:
         """Let the ranks run again, and watch them; once, as the same lines make all steps."""
-        look_at = None if self.has_looked_closer else what_to_look_at(step, verdict)
-        self.has_looked_closer = True
-        if look_at is None:
+        looked, self.has_looked_closer = self.has_looked_closer, True
+        look_at = what_to_look_at(step, analysis.kind, analysis.sample_of_step(0))
+        if look_at is None or looked:
             return SecondRun()
         try:
             try:
@@ -405,12 +404,12 @@ this.
 """
 
 
-def observed_steps(record: Record, oracle: Oracle | None) -> list[ScriptStep]:
+def observed_steps(script: Script, record: Record, oracle: Oracle | None) -> list[ScriptStep]:
     """All of them. ``oracle``: None if the one process is asked nothing."""
     steps: list[ScriptStep] = []
     for group in record.groups:
         rows, before = record.rows(group), steps[-1] if steps else None
-        steps += [ScriptStep(record, oracle, number, group, rows, before) for number in group]
+        steps += [ScriptStep(script, record, oracle, n, group, rows, before) for n in group]
     return steps
 
 

@@ -10,11 +10,11 @@ from ddp_equivalence.observed_scripts.queries import VARIABLE, Instructions
 
 def begin() -> None:
     """Do what this process was told in its environment."""
-    from ddp_equivalence.observed_scripts.in_script import hooks
+    from ddp_equivalence.observed_scripts.in_script import script_changes
     from ddp_equivalence.observed_scripts.in_script.kept_tensors import send_real_files
     from ddp_equivalence.observed_scripts.in_script.recorder import Recorder
     from ddp_equivalence.observed_scripts.in_script.replayer import Replayer
-    from ddp_equivalence.observed_scripts.in_script.watch import Watch
+    from ddp_equivalence.observed_scripts.in_script.watch import Watch, install
 
     instructions = Instructions.read(Path(os.environ[VARIABLE]))
     options = instructions.options
@@ -23,18 +23,18 @@ def begin() -> None:
 
         let_cuda_be_the_cpu(options.as_cpu)
     if instructions.float64:
-        hooks.compute_in_float64()
+        script_changes.compute_in_float64()
     if not options.dropout:
-        hooks.drop_nothing()
+        script_changes.drop_nothing()
     if instructions.working_folder:
-        hooks.keep_files(instructions.working_folder)
+        script_changes.keep_files(instructions.working_folder)
         send_real_files()
     if instructions.role == "replay":
-        hooks.let_sequences_be_unsorted()
+        script_changes.let_sequences_be_unsorted()
     watch: Watch = (
         Recorder(instructions) if instructions.role == "record" else Replayer(instructions)
     )
-    hooks.install(watch)
+    install(watch)
     if options.plant and instructions.role == "record":
         from ddp_equivalence.faults.plant import plant_here
 

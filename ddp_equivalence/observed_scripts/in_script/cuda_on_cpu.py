@@ -35,11 +35,10 @@ NOTHING_USED = (
 def let_cuda_be_the_cpu(devices: int) -> None:
     """Replace what a script asks of CUDA. ``devices``: as many are said to be there."""
     _answer_for_cuda(devices)
-    _answer_for_the_accelerator(devices)
     _move_nothing()
     _use_gloo()
     _scale_on_the_cpu()
-    let_it_take_cpu_tensors()
+    _synchronise_batch_norm_on_the_cpu()
     _Devices().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
 
 
@@ -94,6 +93,14 @@ def _answer_for_cuda(devices: int) -> None:
     for name in NOTHING_USED:
         setattr(cuda, name, lambda *_, **__: 0)
 
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = lambda *_: True
+    accelerator.device_count = lambda: devices
+    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.current_device_index = lambda: 0
+    for name in ("set_device_index", "set_device_idx", "synchronize", "device_index"):
+        setattr(accelerator, name, _nothing())
+
 
 def _nothing() -> Callable[..., None]:
     """A function that does nothing; a new one each time, since torch's compiler compares them."""
@@ -102,16 +109,6 @@ def _nothing() -> Callable[..., None]:
         return None
 
     return nothing
-
-
-def _answer_for_the_accelerator(devices: int) -> None:
-    accelerator: Any = torch.accelerator
-    accelerator.is_available = lambda *_: True
-    accelerator.device_count = lambda: devices
-    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
-    accelerator.current_device_index = lambda: 0
-    for name in ("set_device_index", "set_device_idx", "synchronize", "device_index"):
-        setattr(accelerator, name, _nothing())
 
 
 def _move_nothing() -> None:
@@ -199,20 +196,17 @@ def _scale_on_the_cpu() -> None:
 # docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
 
 
-def let_it_take_cpu_tensors() -> None:
+def _synchronise_batch_norm_on_the_cpu() -> None:
     """Replace its forward pass, and the question of DistributedDataParallel for CUDA."""
-    norm: Any = nn.SyncBatchNorm
     alone = nn.modules.batchnorm._BatchNorm.forward
 
     def forward(self: Any, input: Tensor) -> Any:
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not (self.training and together):
-            return alone(self, input)
-        return _of_all_ranks(self, input)
+        return _of_all_ranks(self, input) if self.training and together else alone(self, input)
 
-    norm.forward = forward
-    wrapper: Any = DistributedDataParallel
-    wrapper._passing_sync_batchnorm_handle = lambda self, module: None
+    norm, wrapper = nn.SyncBatchNorm, DistributedDataParallel
+    norm.forward = forward  # type: ignore[method-assign]
+    wrapper._passing_sync_batchnorm_handle = lambda self, module: None  # type: ignore[method-assign]
 
 
 def _of_all_ranks(norm: Any, input: Tensor) -> Any:
@@ -228,21 +222,17 @@ def _of_all_ranks(norm: Any, input: Tensor) -> Any:
     squares = all_reduce(centred.square().sum(others), group=norm.process_group)
     variance = squares / count
     if norm.track_running_stats:
-        _keep_statistics(norm, mean.detach(), variance.detach() * count / (count - 1))
+        with torch.no_grad():
+            norm.num_batches_tracked.add_(1)
+            of_all = 1.0 / float(norm.num_batches_tracked)
+            part = of_all if norm.momentum is None else norm.momentum
+            norm.running_mean.lerp_(mean.to(norm.running_mean), part)
+            unbiased = variance * count / (count - 1)
+            norm.running_var.lerp_(unbiased.to(norm.running_var), part)
     result = centred / (variance.view(shape) + norm.eps).sqrt()
     if norm.affine:
         result = result * norm.weight.view(shape) + norm.bias.view(shape)
     return result
-
-
-def _keep_statistics(norm: Any, mean: Tensor, variance: Tensor) -> None:
-    with torch.no_grad():
-        norm.num_batches_tracked.add_(1)
-        part = norm.momentum
-        if part is None:
-            part = 1.0 / float(norm.num_batches_tracked)
-        norm.running_mean.mul_(1 - part).add_(mean, alpha=part)
-        norm.running_var.mul_(1 - part).add_(variance, alpha=part)
 
 
 def is_batch_norm(module: nn.Module) -> bool:

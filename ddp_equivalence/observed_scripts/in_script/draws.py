@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_equivalence.measurement.draws import draws_numbers
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import place_of_caller
 from ddp_equivalence.observed_scripts.queries import RowOrder
-from ddp_equivalence.observed_scripts.record import text_of_line
+from ddp_equivalence.observed_scripts.record import GeneratorStates, text_of_line
 
 # Lets one process draw, for the rows of several ranks, the random numbers that each rank drew.
 #
@@ -27,39 +26,31 @@ from ddp_equivalence.observed_scripts.record import text_of_line
 
 @dataclass
 class Source:
-    """``state``: of a rank's generators; None if it is not known. ``count``: the rows of that rank.
-    ``rows``: which of them are in this process's batch; None for all. ``rank``: its number.
-    ``moved``: by the kind of device, the state in which what was drawn has left its generator.
+    """``states``: of a rank's generators, which move on when this process draws from them; {} if
+    they are not known. ``count``: the rows of that rank. ``rows``: which of them are in this
+    process's batch; None for all. ``rank``: its number.
     """
 
-    state: Tensor | None
+    states: GeneratorStates
     count: int
     rows: tuple[int, ...] | None
     rank: int = 0
-    moved: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def taken(self) -> int:
         """The number of its rows in this process's batch."""
         return self.count if self.rows is None else len(self.rows)
 
-    def now(self, device: torch.device) -> Tensor | None:
-        """The state of its generator. A device without a number is the current one."""
-        if device.type in self.moved or self.state is None:
-            return self.moved.get(device.type)
-        return state_for(device, self.state)
-
     def draws(self, device: torch.device, draw: Callable[[], Any]) -> Any:
         """Let torch draw on this device, inside of ``draw``, what this source draws next."""
-        generator, state = default_generator(device), self.now(device)
+        generator = default_generator(device)
         assert generator is not None
-        assert state is not None
         kept = generator.get_state()
-        generator.set_state(state)
+        generator.set_state(self.states[device.type])
         try:
             return draw()
         finally:
-            self.moved[device.type] = generator.get_state()
+            self.states[device.type] = generator.get_state()
             generator.set_state(kept)
 
 
@@ -69,10 +60,6 @@ def _equal(one: Any, other: Any) -> bool:
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
         for a, b in pairs
     )
-
-
-States = list[dict[str, Tensor]]
-"""For each source, what it has ``moved``."""
 
 
 class RankGenerators(TorchDispatchMode):
@@ -97,13 +84,14 @@ class RankGenerators(TorchDispatchMode):
         ``row_order``: that of what is drawn.
         """
         self._sources, self._row_order = [], row_order
-        states = [source.state for source in sources if source.state is not None]
-        if not draws or len(states) < len(sources):
+        if not draws or not all(one.states for one in sources):
             return
         if len(sources) == 1 and sources[0].rows is None:
-            set_generator_state(states[0])
+            set_generator_states(sources[0].states)
             return
-        self._sources = list(sources)
+        for one in sources:
+            states = {kind: state.clone() for kind, state in one.states.items()}
+            self._sources.append(replace(one, states=states))
         self.begin()
 
     def begin(self) -> None:
@@ -117,15 +105,15 @@ class RankGenerators(TorchDispatchMode):
         """This process draws for several sources now."""
         return bool(self._sources)
 
-    def states(self) -> States:
+    def states(self) -> list[GeneratorStates]:
         """The states of the sources now."""
-        return [dict(one.moved) for one in self._sources]
+        return [dict(one.states) for one in self._sources]
 
-    def restore(self, states: States) -> None:
+    def restore(self, states: Sequence[GeneratorStates]) -> None:
         """Go back to states of the same sources."""
         if len(states) == len(self._sources):
-            for one, moved in zip(self._sources, states, strict=True):
-                one.moved = dict(moved)
+            for one, known in zip(self._sources, states, strict=True):
+                one.states = dict(known)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -149,7 +137,7 @@ class RankGenerators(TorchDispatchMode):
         if "out" in named or named.get("generator") is not None:
             return func(*args, **named)
         device = device_of(args, named)
-        is_known = all(one.now(device) is not None for one in self._sources)
+        is_known = all(device.type in one.states for one in self._sources)
         writes = func._schema.is_mutable and func not in IN_PLACE
         if writes or not is_known or default_generator(device) is None:
             self._note_missed(func)  # it is not known what it writes to, or from what it draws
@@ -209,10 +197,9 @@ class RankGenerators(TorchDispatchMode):
 
     def _note_alike(self, device: torch.device) -> None:
         """Remember the line, if all ranks draw the same numbers for their rows there."""
-        states = [one.now(device) for one in self._sources]
-        if len({one.rank for one in self._sources}) > 1 and all(
-            _equal(states[0], x) for x in states
-        ):
+        first, *others = (one.states[device.type] for one in self._sources)
+        several = len({one.rank for one in self._sources}) > 1
+        if several and all(torch.equal(first, other) for other in others):
             self.alike[text_of_line(place_of_caller())] = None
 
 
@@ -269,7 +256,7 @@ MOST_REMEMBERED = 2_000
 
 def follow_restored_states(generators: RankGenerators) -> None:
     """Replace the functions of torch that read and set the state of the CPU's generator."""
-    remembered: dict[bytes, States] = {}
+    remembered: dict[bytes, list[GeneratorStates]] = {}
 
     def get_rng_state() -> Tensor:
         """The state, and another one each time, by which that of the ranks is known."""
@@ -386,41 +373,39 @@ class RowsInTensor:
 
         The others are 1, which is right as a probability and as a weight.
         """
-        entries = self._entries(rows, count, tensor.device)
-        return self.empty(tensor, count).fill_(1).index_copy_(self.dim, entries, tensor)
+        full = self.empty(tensor, count).fill_(1)
+        places = torch.tensor([*rows], device=tensor.device)
+        self._opened(full).index_copy_(self._dim_of_rows, places, self._opened(tensor))
+        return full
 
     def rows_of(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows with these numbers."""
-        count = tensor.shape[self.dim] // self.each
-        return tensor.index_select(self.dim, self._entries(rows, count, tensor.device))
+        places = torch.tensor([*rows], device=tensor.device)
+        taken = self._opened(tensor).index_select(self._dim_of_rows, places)
+        return taken.flatten(self.dim, self.dim + 1)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The rows of all of them."""
-        counts = [part.shape[self.dim] // self.each for part in parts]
-        ends = list(accumulate(counts))
-        all_rows = (range(end - count, end) for end, count in zip(ends, counts, strict=True))
-        entries = [self._entries(rows, ends[-1], parts[0].device) for rows in all_rows]
-        together = torch.cat([*parts], self.dim)
-        return together.index_select(self.dim, torch.cat(entries).argsort())
+        together = torch.cat([*map(self._opened, parts)], self._dim_of_rows)
+        return together.flatten(self.dim, self.dim + 1)
 
-    def _entries(self, rows: Sequence[int], count: int, device: torch.device) -> Tensor:
-        """The places along ``dim`` of these rows of a tensor that has so many."""
-        places = torch.arange(count * self.each, device=device)
-        if self.in_blocks:
-            return places.view(self.each, count)[:, list(rows)].flatten()
-        return places.view(count, self.each)[list(rows)].flatten()
+    @property
+    def _dim_of_rows(self) -> int:
+        return self.dim + self.in_blocks
+
+    def _opened(self, tensor: Tensor) -> Tensor:
+        """A view in which the rows have a dim of their own, and the entries of a row another."""
+        sizes = (self.each, -1) if self.in_blocks else (-1, self.each)
+        opened: Tensor = tensor.unflatten(self.dim, sizes)
+        return opened
 
 
 # The states of torch's default random generators in one process: the CPU's and its CUDA device's.
 #
-# Both are one tensor of bytes, as a record keeps them: first those of the CPU, then those of the
-# device, if the process has used one. A dropout on a GPU draws from the generator of the GPU
-# alone.
+# A dropout on a GPU draws from the generator of the GPU alone.
 
 _followed: list[int] = []
 """The number of the device whose generator is followed, once it is known."""
-
-BYTES_OF_CPU = torch.Generator().get_state().numel()
 
 
 def follow_device(device: torch.device) -> None:
@@ -431,43 +416,33 @@ def follow_device(device: torch.device) -> None:
         _followed[:] = [device.index]
 
 
-def generator_state() -> Tensor:
+def generator_states() -> GeneratorStates:
     """The states of the default generators now."""
-    states = [torch.default_generator.get_state()]
-    if (of_device := _of_cuda_device()) is not None:
-        states.append(of_device.get_state())
-    return torch.cat(states)
+    return {kind: generator.get_state() for kind, generator in _generators().items()}
 
 
-def set_generator_state(state: Tensor) -> None:
-    """Let the default generators be in these states, from ``generator_state``."""
-    torch.default_generator.set_state(state[:BYTES_OF_CPU].clone())
-    of_device = _of_cuda_device()
-    if of_device is not None and len(state) > BYTES_OF_CPU:
-        of_device.set_state(state[BYTES_OF_CPU:].clone())
+def set_generator_states(states: GeneratorStates) -> None:
+    """Let the default generators be in these states, as far as they are known."""
+    for kind, generator in _generators().items():
+        if kind in states:
+            generator.set_state(states[kind].clone())
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """The generator from which this process draws on a device; None if its state is not kept."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type != "cuda":
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _of_cuda_device() if index == _number() else None
+    """The generator from which this process draws on a device; None if its state is not kept. A
+    device without a number is the current one.
+    """
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index != _number():
+            return None
+    return _generators().get(device.type)
 
 
-def state_for(device: torch.device, state: Tensor) -> Tensor | None:
-    """The part of ``generator_state`` that is of this device; None if it has none."""
-    if device.type == "cpu":
-        return state[:BYTES_OF_CPU].clone()
-    return state[BYTES_OF_CPU:].clone() if len(state) > BYTES_OF_CPU else None
-
-
-def _of_cuda_device() -> torch.Generator | None:
-    """None if this process has not used CUDA yet, or if its CUDA is the CPU (``--as-cpu``)."""
-    generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return generators[_number()] if generators else None
+def _generators() -> dict[str, torch.Generator]:
+    """By the kind of device. If CUDA is the CPU (``--as-cpu``), there is none of CUDA."""
+    of_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return {"cpu": torch.default_generator} | ({"cuda": of_cuda[_number()]} if of_cuda else {})
 
 
 def _number() -> int:

@@ -123,23 +123,20 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, inner in module.named_modules():
         if _is_of_users(type(inner)):
             where = f"{type(module).__name__}.{name}".rstrip(".")
-            yield from _parts(where, inner, deep=3)
+            yield from _with_parts(where, inner)
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
         if is_users(frame.f_code.co_filename):
             for name, value in list(frame.f_locals.items()):
-                yield from _with_parts(name, value, deep=3)
+                yield from _with_parts(name, value)
 
 
-def _with_parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
+def _with_parts(name: str, value: Any, deep: int = 3) -> Iterator[tuple[str, Any]]:
     """The value, and what it holds, down to so many levels."""
     yield name, value
-    if deep:
-        yield from _parts(name, value, deep)
-
-
-def _parts(name: str, value: Any, deep: int) -> Iterator[tuple[str, Any]]:
     parts: Iterable[tuple[str, Any]] = ()
+    if not deep:
+        return
     if isinstance(value, dict):
         parts = ((f"[{k!r}]", one) for k, one in value.items() if isinstance(k, str | int))
     elif isinstance(value, list | deque):

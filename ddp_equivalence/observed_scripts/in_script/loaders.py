@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Sized
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.comparison.gradients import digest as digest_of
 from ddp_equivalence.observed_scripts.in_script.around import around
-from ddp_equivalence.observed_scripts.in_script.draws import generator_state
-from ddp_equivalence.observed_scripts.record import Epoch
+from ddp_equivalence.observed_scripts.in_script.draws import generator_states
+from ddp_equivalence.observed_scripts.record import Epoch, GeneratorStates
 from ddp_equivalence.observed_scripts.rows import Rows
 
 if TYPE_CHECKING:
@@ -30,94 +30,77 @@ MOST_AHEAD = 64
 """So many batches of a loader are kept before the model was trained with one of them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Fetched:
-    """A batch of a loader. ``digests``: of its tensors. ``generator``: the state of torch's
-    generators when the script got the batch; None if it has not got it yet.
+    """The batch with this number of a loader. ``digests``: of its tensors. ``generator``: the state
+    of torch's generators when the script got the batch; None if it has not got it yet.
     """
 
+    loader: int
+    number: int
     rows: Rows
     digests: frozenset[str]
-    generator: Tensor | None = None
-
-
-@dataclass
-class _Read:
-    """The batches that a loader has yielded: None for those that are forgotten. The script has got
-    so many of them (``given``), and trained with so many (``used``). ``evaluated``: the number of
-    the last one that was only evaluated.
-    """
-
-    batches: list[Fetched | None] = field(default_factory=list)
-    given: int = 0
-    used: int = 0
-    evaluated: int | None = None
+    generator: GeneratorStates | None = None
 
 
 class FetchedBatches:
     """``training``: the loaders that are trained with, and ``loaders`` those whose batches were
-    used, in the order in which they first were. ``of_step``: the (loader, number) of each batch of
-    the step in progress, in order. A loader has the number that its process gave it.
+    used, in the order in which they first were. ``of_step``: the batches of the step in progress,
+    in order. A loader has the number that its process gave it.
     """
 
     def __init__(self) -> None:
         self.training: set[int] = set()
         self.loaders: list[int] = []
-        self.of_step: list[tuple[int, int]] = []
-        self._read: defaultdict[int, _Read] = defaultdict(_Read)
-        self._since_call: list[int] = []
+        self.of_step: list[Fetched] = []
+        self._unused: defaultdict[int, list[Fetched]] = defaultdict(list)
+        self._counts: Counter[int] = Counter()
+        self._evaluated: dict[int, Fetched] = {}  # the last one of a loader, if only evaluated
+        self._since_call: set[int] = set()
         self._matched = False
 
     # --- what happens
 
     def reads_on(self, loader: int) -> None:
         """The loader is asked for another batch: what was only evaluated is forgotten."""
-        read = self._read[loader]
-        if read.evaluated is not None:
-            read.batches[read.evaluated], read.evaluated = None, None
+        if (batch := self._evaluated.pop(loader, None)) in self._unused[loader]:
+            self._unused[loader].remove(batch)
 
     def add(self, loader: int, rows: Rows) -> None:
         """Keep a batch until the model has been trained with it, or many others have come."""
         digests = frozenset(digest(tensor) for _, tensor in rows.all_tensors() if tensor.ndim)
-        batches = self._read[loader].batches
-        batches.append(Fetched(rows, digests))
-        if len(batches) > MOST_AHEAD and loader not in self.training:
-            batches[-1 - MOST_AHEAD] = None  # such as one of an evaluation
+        self._unused[loader].append(Fetched(loader, self._counts[loader], rows, digests))
+        self._counts[loader] += 1
+        if len(self._unused[loader]) > MOST_AHEAD and loader not in self.training:
+            del self._unused[loader][0]  # such as one of an evaluation
 
     def give(self, loader: int) -> None:
         """The script gets the first batch of a loader that it has not got yet."""
-        read = self._read[loader]
-        if read.given == len(read.batches):
-            return  # the one around it gives a batch more than once
-        if (batch := read.batches[read.given]) is not None:
-            batch.generator = generator_state()
-        read.given += 1
-        self._since_call.append(loader)
+        batch = next((one for one in self._unused[loader] if one.generator is None), None)
+        if batch is not None:  # the one around it gives a batch more than once
+            batch.generator = generator_states()
+            self._since_call.add(loader)
 
     def trained_with(self, arguments: Any) -> None:
         """A module is trained with these arguments: note which batches they are of."""
-        since, self._since_call = set(self._since_call), []
+        since, self._since_call = self._since_call, set()
         matched = self._matching(arguments)
-        for loader, number in matched.items():
-            self._use(loader, number + 1)
-            self._read[loader].evaluated = None  # such as by a teacher
+        for batch in matched:
+            self._use(one for one in self._unused[batch.loader] if one.number <= batch.number)
+            self._evaluated.pop(batch.loader, None)  # such as by a teacher
             self._matched = True
         if not matched and not since:  # this is made of them, such as by a frozen encoder
-            since = {loader for loader, one in self._read.items() if one.evaluated is not None}
-            for loader in since:
-                self._read[loader].evaluated = None
-        self.training |= set(matched) or since
+            since, self._evaluated = set(self._evaluated), {}
+        self.training |= {one.loader for one in matched} or since
 
     def evaluated_with(self, arguments: Any) -> None:
         """A module is called without being trained: its batch does not make a training loader."""
-        for loader, number in self._matching(arguments).items() if self._read else ():
-            self._read[loader].evaluated = number
-        self._since_call = [one for one in self._since_call if self._read[one].evaluated is None]
+        if self._unused:
+            self._evaluated |= {one.loader: one for one in self._matching(arguments)}
+        self._since_call -= self._evaluated.keys()
 
     def step_begins(self) -> None:
         """The last step has been written."""
-        for loader, number in self.of_step:
-            self._read[loader].batches[number] = None
         self.step_was_skipped()
         self._matched = False
 
@@ -129,46 +112,39 @@ class FetchedBatches:
 
     def step_ends(self) -> None:
         """Where no batch was recognised in a call, the step used all that the script has got."""
-        if not self._matched:
-            for loader in self.training:
-                self._use(loader, self._read[loader].given)
+        for loader in self.training if not self._matched else ():
+            self._use(one for one in self._unused[loader] if one.generator is not None)
 
     @property
     def used(self) -> tuple[tuple[int, int], ...]:
-        """As ``of_step``, with the loaders numbered in the order of ``loaders``."""
-        return tuple((self.loaders.index(loader), number) for loader, number in self.of_step)
-
-    def batches_of_step(self) -> Sequence[Fetched]:
-        """The batches of the step in progress."""
-        found = [self._read[loader].batches[number] for loader, number in self.of_step]
-        return [one for one in found if one is not None]
+        """The (loader, number) of each batch of the step, with the loaders numbered in the order of
+        ``loaders``.
+        """
+        return tuple((self.loaders.index(one.loader), one.number) for one in self.of_step)
 
     # --- matching
 
-    def _matching(self, arguments: Any) -> dict[int, int]:
+    def _matching(self, arguments: Any) -> list[Fetched]:
         """The first unused batch of each loader that has a tensor among these arguments.
 
         Two loaders may yield the same rows, as where a script also evaluates on its training data:
         the one is meant that was used before, or else that was read first.
         """
         given = {digest(one) for one in tensors_of(arguments) if one.ndim}
-        found: dict[int, int] = {}
-        for loader, read in sorted(self._read.items(), key=lambda one: (not one[1].used, one[0])):
-            for number, batch in enumerate(read.batches[read.used :], start=read.used):
-                if batch is not None and given.intersection(batch.digests):
-                    given -= batch.digests
-                    found[loader] = number
-                    break
+        found = []
+        for loader in sorted(self._unused, key=lambda one: (one not in self.loaders, one)):
+            batches = (one for one in self._unused[loader] if given & one.digests)
+            if (batch := next(batches, None)) is not None:
+                given -= batch.digests
+                found.append(batch)
         return found
 
-    def _use(self, loader: int, until: int) -> None:
-        read = self._read[loader]
-        for number in range(read.used, until):
-            if read.batches[number] is not None:
-                self.of_step.append((loader, number))
-                if loader not in self.loaders:
-                    self.loaders.append(loader)
-        read.used = max(until, read.used)
+    def _use(self, batches: Iterable[Fetched]) -> None:
+        for batch in list(batches):
+            self._unused[batch.loader].remove(batch)
+            self.of_step.append(batch)
+            if batch.loader not in self.loaders:
+                self.loaders.append(batch.loader)
 
 
 def digest(tensor: Tensor) -> str:
@@ -184,7 +160,6 @@ class Loaders:
 
     def __init__(self) -> None:
         self.begun: list[Any] = []
-        self._numbers: dict[int, int] = {}
         self._made: list[weakref.ref[Any]] = []
 
     def note_made(self, loader: Any) -> None:
@@ -195,22 +170,20 @@ class Loaders:
         """The script iterates over this loader. Returns its number, which is its place in
         ``begun``.
         """
-        if id(loader) not in self._numbers:
-            self._numbers[id(loader)] = len(self.begun)
-            self.begun.append(loader)
-        return self._numbers[id(loader)]
+        if (number := _place_of(loader, self.begun)) is not None:
+            return number
+        self.begun.append(loader)
+        return len(self.begun) - 1
 
     def number_of(self, loader: Any) -> int | None:
         """The number of a loader, or of the one around which a library has put it; None before its
         first iteration.
         """
-        return self._numbers.get(id(_inside_of(loader)))
+        return _place_of(_inside_of(loader), self.begun)
 
     def made_as(self, loader: Any) -> int | None:
         """How many loaders the script had made before this one; None if it was not seen."""
-        inside = _inside_of(loader)
-        places = (place for place, known in enumerate(self._made) if known() is inside)
-        return next(places, None)
+        return _place_of(_inside_of(loader), [known() for known in self._made])
 
     def epoch_of(self, loader: Any) -> Epoch:
         """The length of a loader's epochs, as far as it is known."""
@@ -221,6 +194,10 @@ class Loaders:
             if size and not getattr(loader, "drop_last", True) and isinstance(sampler, Sized):
                 last_rows = len(sampler) % size
         return Epoch(batches, last_rows, made)
+
+
+def _place_of(loader: Any, among: Sequence[Any]) -> int | None:
+    return next((place for place, one in enumerate(among) if one is loader), None)
 
 
 def _inside_of(loader: Any) -> Any:

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.in_script.around import after
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
-from ddp_equivalence.observed_scripts.in_script.draws import generator_state
-from ddp_equivalence.observed_scripts.in_script.hooks import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.draws import generator_states
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     ModuleNames,
     class_that_keeps,
@@ -35,6 +34,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     whole,
 )
 from ddp_equivalence.observed_scripts.in_script.loaders import FetchedBatches, digest
+from ddp_equivalence.observed_scripts.in_script.script_changes import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.watch import (
     Watch,
     end_process,
@@ -120,7 +120,7 @@ class Recorder(Watch):
         self._earlier_steps += 1
         self._fetched.step_begins()
         self.now = Step()
-        self.now.generators[Event("start")] = generator_state()
+        self.now.generators[Event("start")] = generator_states()
         self._finish_if_done()
 
     def _finish_if_done(self, fetching: bool = False) -> None:
@@ -215,16 +215,15 @@ class Recorder(Watch):
 
     def draws_like_the_record(self, event: Event) -> None:
         """Keep the state of the generator."""
-        self.now.generators[event] = generator_state()
+        self.now.generators[event] = generator_states()
 
     # --- writing
 
     def _write(self, optimizer: Any) -> None:
         self._fetched.step_ends()
         self.now.steps_with |= dict(what_it_steps_with(optimizer, self.names))
-        used = self._fetched.of_step
-        loader = self.loaders.begun[used[0][0]] if used else None
-        fetched = self._fetched.batches_of_step()
+        fetched = self._fetched.of_step
+        loader = self.loaders.begun[fetched[0].loader] if fetched else None
         of_batches = {
             Event("batch", number=place): one.generator
             for place, one in enumerate(fetched)
@@ -238,7 +237,11 @@ class Recorder(Watch):
             loaders=tuple(self._fetched.loaders),
             generators=self.now.generators | of_batches,
             last_lines=self._last_lines.of_step(optimizer, loader, self.names),
-            buffers_kept=classes_that_keep(self.names),
+            buffers_kept={
+                full: class_that_keeps(self.names.modules[name], buffer)
+                for full, _ in self.names.buffers(self.names.modules)
+                for name, _, buffer in [full.partition(":")]
+            },
             epoch=self.loaders.epoch_of(loader),
             planted=None if self.planted is None else self.planted.fired,
         )
@@ -292,16 +295,6 @@ class LastLines:
     def _line(self, what: LastLine, one: Any) -> CodeLine | None:
         known, line = self._lines.get((what, id(one)), (None, None))
         return line if known is not None and known() is one else None
-
-
-def classes_that_keep(names: ModuleNames) -> dict[str, CodeLine | None]:
-    """The name of a buffer -> the class of the user's that keeps it, see ``class_that_keeps``."""
-    return {
-        f"{name}:{buffer}": class_that_keeps(module, buffer)
-        for name, module in names.modules.items()
-        for buffer, tensor in named_tensors(module)
-        if not isinstance(tensor, nn.Parameter)
-    }
 
 
 def what_it_steps_with(optimizer: Any, names: ModuleNames) -> Iterator[tuple[str, str]]:

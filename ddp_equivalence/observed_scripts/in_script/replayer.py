@@ -81,7 +81,9 @@ class Replayer(Watch):
 
     def ends_step(self, optimizer: Any) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
-        if self._fed_loaders.was_of_other_phase():
+        of_other_phase = self._fed_loaders.is_of_other_phase
+        self._fed_loaders.fed_in_step.clear()
+        if of_other_phase:
             self.now = Step()
             return
         query, number = self._now
@@ -183,29 +185,28 @@ class Replayer(Watch):
         return self._generators.off()
 
     def _batch(self, loader: int, native: Any) -> Any:
-        if not self._fed_loaders.feeds(loader):
+        is_fed = self._fed_loaders.is_fed(loader)
+        if self._fed_loaders.trains(loader):
+            self._fed_loaders.fed_in_step.add(is_fed)
+        if not is_fed:
             return native
         position = self._fed_loaders.next_batch(loader)
-        self._keep(self._fed_loaders.of_batch(position)[0])
-        query, place_in_query = self._fed_loaders.of_batch(position)
-        parts, sources = [], []
+        self._keep(self._fed_loaders.of_batch(position)[1])
+        _, query, place_in_query = self._fed_loaders.of_batch(position)
+        parts, sources, wanted = [], [], self._fed_loaders.in_order.index(loader)
         for piece in query.micro_batches[place_in_query]:
-            step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
+            read = [
+                (number, place)
+                for number in query.steps
+                for place, (one, _) in enumerate(self._record.step(piece.rank, number).used)
+                if one == wanted
+            ]
+            step, place = read[piece.micro_batch]
             parts.append((self._record.step(piece.rank, step).batches[place], piece.rows))
             sources.append(self._source(piece, step, Event("batch", number=place)))
         batch = self._put_into(parts, native)
         self._not_given.setdefault(loader, deque()).append((query, sources))
         return batch
-
-    def _recorded_batches(self, piece: Piece, query: Query, loader: int) -> list[tuple[int, int]]:
-        """The (step, place) of every batch that a rank read from a loader in a query's steps."""
-        wanted = self._fed_loaders.in_order.index(loader)
-        return [
-            (number, place)
-            for number in query.steps
-            for place, (one, _) in enumerate(self._record.step(piece.rank, number).used)
-            if one == wanted
-        ]
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """The rows of the query, where the script has no loader."""
@@ -276,9 +277,8 @@ class Replayer(Watch):
         count = read[min(piece.micro_batch, len(read) - 1)].count if read else 0
         rows = piece.rows or ()
         all_made = len(rows) > count and sorted(rows) == [*range(len(rows))]  # made by the script
-        return Source(
-            record.generators.get(event), count, None if all_made else piece.rows, piece.rank
-        )
+        taken = None if all_made else piece.rows
+        return Source(record.generators.get(event, {}), count, taken, piece.rank)
 
     def _draws(self, query: Query) -> bool:
         ranks = query.ranks
@@ -348,41 +348,31 @@ def _renew_groups() -> None:
 class FedLoaders:
     """``loaders``: those of this process, which iterates over the same ones as the ranks did.
     ``batches``: the number of the batch that each yields next, by the number of the loader.
+    ``fed_in_step``: whether those that have yielded a batch for the step in progress were fed.
     """
 
     def __init__(self, record: Record, loaders: Loaders, asked: AskedQueries) -> None:
         self._record, self._loaders, self._asked = record, loaders, asked
         self.batches: dict[int, int] = {}
-        self._fed = set[bool]()
+        self.fed_in_step: set[bool] = set()
 
     @cached_property
     def in_order(self) -> tuple[int, ...]:
         """Those with which rank 0 trained."""
         return self._record.step(0, self._record.steps[-1]).loaders
 
-    def is_fed(self, loader: int) -> bool:
-        """The loader with this number yields rows of the query that is computed now."""
-        return self._trains(loader) and self._has(self._asked.now, loader)
+    def trains(self, loader: int) -> bool:
+        """The ranks have trained with the loader that has this number."""
+        return self._record.feed == "loader" and loader in self.in_order
 
-    def feeds(self, loader: int) -> bool:
-        """``is_fed``, of a batch that it is about to yield for the step in progress."""
-        is_fed = self.is_fed(loader)
-        if self._trains(loader):
-            self._fed.add(is_fed)
-        return is_fed
+    def is_fed(self, loader: int) -> bool:
+        """It yields rows of the query that is computed now."""
+        return self.trains(loader) and self._has(self._asked.now, loader)
 
     @property
     def is_of_other_phase(self) -> bool:
         """The step in progress is of a phase that has another loader than that of the query."""
-        return self._fed == {False}
-
-    def was_of_other_phase(self) -> bool:
-        """``is_of_other_phase``, of the step that ends here."""
-        is_other, self._fed = self.is_of_other_phase, set()
-        return is_other
-
-    def _trains(self, loader: int) -> bool:
-        return self._record.feed == "loader" and loader in self.in_order
+        return self.fed_in_step == {False}
 
     def _has(self, query: Query, loader: int) -> bool:
         wanted = self.in_order.index(loader)
@@ -392,7 +382,7 @@ class FedLoaders:
     def next_batch(self, loader: int) -> int:
         """The number of the batch that a loader yields now, among those of all queries."""
         batch = self.batches.get(loader, 0)
-        while not self._has(query := self.of_batch(batch)[0], loader):
+        while not self._has(query := self.of_batch(batch)[1], loader):
             batch += len(query.micro_batches)
         self.batches[loader] = batch + 1
         return batch
@@ -413,9 +403,9 @@ class FedLoaders:
             batches = epoch.batches
         # The epoch of the last batch that was read, if its query is not answered yet; or the next.
         next_batch = self.batches.get(number, 0)
-        last = self._place_of(next_batch - 1)[0] if next_batch else -1
-        is_answered = last < self._asked.answered
-        query = self._asked.query(self._place_of(next_batch)[0] if is_answered else last)
+        last = self.of_batch(next_batch - 1) if next_batch else None
+        is_answered = last is None or last[0] < self._asked.answered
+        _, query, _ = self.of_batch(next_batch) if last is None or is_answered else last
         return len(query.micro_batches) if query.is_epoch else batches
 
     def ends_epoch(self, loader: int, first: int) -> bool:
@@ -426,25 +416,20 @@ class FedLoaders:
         batch = self.batches.get(loader, 0)
         if batch == first or not self.is_fed(loader) or loader != self.in_order[0]:
             return False
-        before, place = self.of_batch(batch - 1)
+        _, before, place = self.of_batch(batch - 1)
         if before.is_epoch and place == len(before.micro_batches) - 1:
             return True
-        after, place = self.of_batch(batch)
+        _, after, place = self.of_batch(batch)
         return after.is_epoch and place == 0
 
-    def of_batch(self, batch: int) -> tuple[Query, int]:
-        """The query to which a batch belongs, by its number among all that its loader yielded, and
-        its place there.
+    def of_batch(self, batch: int) -> tuple[int, Query, int]:
+        """The query to which a batch belongs, by its number among all that its loader yielded: the
+        number of the query, itself, and the place of the batch in it.
         """
-        number, place = self._place_of(batch)
-        return self._asked.query(number), place
-
-    def _place_of(self, batch: int) -> tuple[int, int]:
-        first, number = 0, 0
-        while batch >= first + len(self._asked.query(number).micro_batches):
-            first += len(self._asked.query(number).micro_batches)
-            number += 1
-        return number, batch - first
+        number = 0
+        while batch >= (count := len(self._asked.query(number).micro_batches)):
+            number, batch = number + 1, batch - count
+        return number, self._asked.query(number), batch
 
 
 # The queries that a replay computes.

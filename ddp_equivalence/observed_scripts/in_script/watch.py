@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,17 +16,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import get_worker_info
 
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.call_watch import Lines
+from ddp_equivalence.measurement.calls import lines_of
+from ddp_equivalence.observed_scripts.in_script.around import after, around
 from ddp_equivalence.observed_scripts.in_script.cuda_on_cpu import is_batch_norm
-from ddp_equivalence.observed_scripts.in_script.draws import follow_device, generator_state
-from ddp_equivalence.observed_scripts.in_script.hooks import (
-    batch_in_float64,
-    let_torch_draw,
-    to_float64,
-)
+from ddp_equivalence.observed_scripts.in_script.draws import follow_device, generator_states
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     ModuleNames,
     held_in_python,
@@ -33,15 +36,23 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
     place_of_caller,
     whole,
 )
-from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
+from ddp_equivalence.observed_scripts.in_script.loaders import Loaders, watch_loaders
+from ddp_equivalence.observed_scripts.in_script.script_changes import (
+    batch_in_float64,
+    let_torch_draw,
+    to_float64,
+)
 from ddp_equivalence.observed_scripts.record import (
     Event,
+    GeneratorStates,
     SeenCall,
     SeenClip,
     Step,
+    same_states,
     write_whole,
 )
 from ddp_equivalence.observed_scripts.rows import TOP_OF_CALL, rows_of
+from ddp_equivalence.ranks.users_line import counts_as_torch
 
 
 class Watch:
@@ -64,7 +75,7 @@ class Watch:
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
         self._of_this_backward: dict[str, Tensor] = {}
-        self._last_state: Tensor | None = None
+        self._last_states: GeneratorStates | None = None
         self.loaders = Loaders()
         self._scale_of_backward = self._scale_of_clip = 1.0
         self._read_inside: list[dict[int, None]] = []
@@ -149,7 +160,7 @@ class Watch:
         write_whole(path, replace(self.now, calls=calls, **more))
 
     def before_call(self, module: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
-        """The script calls a module."""
+        """The script calls a module, outside of all others."""
         if not any(True for _ in named_tensors(module)):
             return arguments, named
         if self.float64:
@@ -197,9 +208,9 @@ class Watch:
 
         ``by_the_script``: False if a loader may have drawn them.
         """
-        before, self._last_state = self._last_state, generator_state()
+        before, self._last_states = self._last_states, generator_states()
         if before is not None and by_the_script:  # initial weights were drawn before that
-            self.now.draws |= not torch.equal(before, self._last_state)
+            self.now.draws |= not same_states(before, self._last_states)
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """A backward pass begins."""
@@ -281,6 +292,139 @@ class Watch:
         value = whole(gradient)
         before = self._of_this_backward.get(name)
         self._of_this_backward[name] = value if before is None else kept(before + value)
+
+
+# Replaces functions of torch so that a watch is told of their calls. What the script computes stays
+# as it is, and frames of the replacements count as torch's own.
+
+_inside = threading.local()
+
+
+def install(watch: Watch) -> None:
+    """Let ``watch`` be told of everything from now on."""
+
+    def wrapped(ddp: Any) -> None:
+        watch.wrapped.append((ddp, lines_of(sys._getframe())))
+
+    def not_synchronised(ddp: Any) -> None:
+        watch.no_sync_at = lines_of(sys._getframe())
+
+    after(DistributedDataParallel, "__init__", wrapped)
+    after(DistributedDataParallel, "no_sync", not_synchronised)
+    _watch_modules(watch)
+    watch_loaders(watch)
+    _watch_backward(watch)
+    _watch_optimizers(watch)
+    _watch_clipping(watch)
+    _watch_loss_scales(watch)
+
+
+def _watch_modules(watch: Watch) -> None:
+    call = nn.Module.__call__
+
+    @counts_as_torch
+    def watched(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or getattr(_inside, "module", False)
+            or isinstance(self, torch.jit.ScriptModule)
+            or not watch.is_on()
+        ):
+            return call(self, *arguments, **named)
+        _inside.module = True
+        by_all: Any = nn.Module.__call__
+        try:
+            arguments, named = watch.before_call(self, arguments, named)
+            # A closer look that has begun just now has replaced it, and is told of this call too.
+            now: Any = nn.Module.__call__
+            result = (call if now is by_all else now)(self, *arguments, **named)
+        finally:
+            _inside.module = False
+        watch.after_call(result)
+        return result
+
+    nn.Module.__call__ = watched  # type: ignore[method-assign]
+
+
+def _watch_backward(watch: Watch) -> None:
+    def backward(call: Any, *arguments: Any, **named: Any) -> Any:
+        if getattr(_inside, "backward", False) or not watch.is_on():
+            return call(*arguments, **named)
+        tensors = arguments[0] if arguments else named["tensors"]
+        watch.before_backward([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        _inside.backward = True
+        try:
+            return call(*arguments, **named)
+        finally:
+            _inside.backward = False
+            watch.after_backward()
+
+    around(torch.autograd, "backward", backward)
+
+
+def _watch_optimizers(watch: Watch) -> None:
+    def before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not watch.is_on() or isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            return None  # accelerate's wrapper calls the optimizer inside
+        closure = named.get("closure") or (arguments[1] if len(arguments) > 1 else None)
+        if closure is None:
+            watch.optimizer_steps(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def then_steps(*of_closure: Any, **named_of_closure: Any) -> Any:
+            """Lightning goes forward and backward inside the optimizer's step."""
+            result = closure(*of_closure, **named_of_closure)
+            watch.optimizer_steps(optimizer)
+            return result
+
+        if "closure" in named:
+            return arguments, {**named, "closure": then_steps}
+        return (arguments[0], then_steps, *arguments[2:]), named
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _watch_clipping(watch: Watch) -> None:
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        signature = inspect.signature(getattr(clip_grad, name))
+
+        def clipped(
+            clip: Any, *arguments: Any, signature: inspect.Signature = signature, **named: Any
+        ) -> Any:
+            if not watch.is_on():
+                return clip(*arguments, **named)
+            bound = signature.bind(*arguments, **named)
+            first, second = list(signature.parameters)[:2]
+            if not isinstance(bound.arguments[first], Tensor):
+                bound.arguments[first] = list(bound.arguments[first])
+            watch.before_clip()
+            result = clip(*bound.args, **bound.kwargs)
+            watch.after_clip(float(bound.arguments[second]), result)
+            return result
+
+        around(clip_grad, name, clipped)
+        setattr(torch.nn.utils, name, getattr(clip_grad, name))
+
+
+def _watch_loss_scales(watch: Watch) -> None:
+    def scaled(scaler: Any) -> None:
+        if watch.is_on() and scaler.is_enabled():
+            watch.loss_scale, watch.gradients_are_scaled = float(scaler.get_scale()), True
+
+    def unscaled(scaler: Any) -> None:
+        watch.gradients_are_scaled &= not scaler.is_enabled()
+
+    def stepped(step: Any, scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        before = watch.steps_seen
+        result = step(scaler, optimizer, *arguments, **named)
+        if watch.is_on() and scaler.is_enabled() and watch.steps_seen == before:
+            watch.step_was_skipped()
+        return result
+
+    after(torch.amp.GradScaler, "scale", scaled)
+    after(torch.amp.GradScaler, "unscale_", unscaled)
+    around(torch.amp.GradScaler, "step", stepped)
 
 
 # Which loss scale gradients still have.

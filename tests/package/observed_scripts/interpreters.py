@@ -61,11 +61,6 @@ def serve(descriptor: int) -> None:
     import torch.distributed
     import torch.optim  # noqa: F401
 
-    import ddp_equivalence.observed_scripts.in_script.begin
-    import ddp_equivalence.observed_scripts.in_script.hooks
-    import ddp_equivalence.observed_scripts.in_script.recorder
-    import ddp_equivalence.observed_scripts.in_script.replayer  # noqa: F401
-
     forks: list[int] = []
     with suppress(EOFError):
         while True:

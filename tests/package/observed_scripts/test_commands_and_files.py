@@ -25,7 +25,7 @@ from ddp_equivalence.commands.exit_codes import INTERRUPTED
 from ddp_equivalence.commands.observe import add
 from ddp_equivalence.observed_scripts import launch
 from ddp_equivalence.observed_scripts.ending import ScriptFailed
-from ddp_equivalence.observed_scripts.in_script.hooks import own_copy
+from ddp_equivalence.observed_scripts.in_script.script_changes import own_copy
 from ddp_equivalence.observed_scripts.launch import (
     copy_of_links,
     in_one_process,

@@ -74,12 +74,6 @@ def test_a_script_may_end_after_fewer_steps_on_all_ranks_and_says_so() -> None:
     assert observed(SCRIPT, "all_stop", steps=2).notes == ()
 
 
-def test_loaders_of_different_lengths_are_told() -> None:
-    found = observed(SCRIPT, "uneven", steps=2)
-    assert found.outcome == "same"
-    assert any("(4 on rank 0, 3 on rank 1)" in note for note in found.notes)
-
-
 @pytest.mark.parametrize(
     ("ranks", "outcome"),
     [

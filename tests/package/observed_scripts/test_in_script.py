@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_equivalence.observed_scripts.in_script.closer_look import LoggedOperations
-from ddp_equivalence.observed_scripts.in_script.hooks import (
+from ddp_equivalence.observed_scripts.in_script.script_changes import (
     BYTES_PER_ELEMENT,
     DROPOUTS,
     drop_nothing,

@@ -55,11 +55,11 @@ def test_a_batch_that_the_script_has_not_got_yet_is_of_no_step() -> None:
     fetched.trained_with(batch(1) + 0.5)  # not recognised: it is of the step that follows
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
-    assert fetched.batches_of_step()[0].generator is not None
+    assert fetched.of_step[0].generator is not None
     for _ in range(2):
         fetched.give(TRAINING)
     fetched.trained_with(batch(2))
-    assert fetched.of_step == [(TRAINING, 0), (TRAINING, 1)]
+    assert list(fetched.used) == [(0, 0), (0, 1)]
 
 
 def test_an_evaluation_changes_nothing_even_on_the_same_rows() -> None:
@@ -73,7 +73,7 @@ def test_an_evaluation_changes_nothing_even_on_the_same_rows() -> None:
     fetched.trained_with(read_before)
     fetched.step_ends()
     assert (fetched.training, fetched.used, fetched.loaders) == ({TRAINING}, ((0, 0),), [TRAINING])
-    assert len(fetched.batches_of_step()) == 1
+    assert len(fetched.of_step) == 1
 
 
 def test_loaders_are_numbered_in_the_order_of_training() -> None:
@@ -92,7 +92,7 @@ def test_batches_that_are_never_trained_with_are_forgotten() -> None:
     fetched.trained_with(batch(1))  # too late: it is not kept any more
     assert fetched.used == ()
     fetched.trained_with(batch(MOST_AHEAD))
-    assert fetched.batches_of_step()
+    assert fetched.of_step
 
 
 # --- the length of an epoch

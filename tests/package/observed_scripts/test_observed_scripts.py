@@ -18,24 +18,57 @@ from ddp_equivalence import NothingCompared, observe
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.observed_scripts import launch
-from ddp_equivalence.observed_scripts.as_case import MARKED
+from ddp_equivalence.observed_scripts.judged_step import MARKED
 from ddp_equivalence.observed_scripts.oracle import SECONDS_OF_KEPT
 from ddp_equivalence.observed_scripts.report import as_json
 from ddp_equivalence.report.render import line_to_look_at
 from tests.package.observed_scripts.interpreters import started
 from tests.package.observed_scripts.observing import SCRIPTS, observed, outcomes, source_of_fault
 
+FLUSHES = "accumulating.py flushes --micro-batches 4"
+"""An epoch has 30 batches, and its last step the two that are left."""
 
-def test_one_process_counts_the_steps_before_those_that_are_recorded() -> None:
-    """The weight of the loss of this script is the number of the step."""
-    found = observed("tagger.py", from_step=2, steps=2)
-    assert outcomes(found) == ["same"] * 2, str(found)
+AT_END: dict[str, Any] = {"from_step": 6, "steps": 2}
 
 
-@pytest.mark.parametrize(("word", "outcome"), [("", "same"), ("times", "different")])
-def test_a_layer_that_computes_in_float32_has_the_limit_of_float32(word: str, outcome: str) -> None:
-    found = observed("classifier.py", "standardised", word, steps=1)
-    assert found.outcome == outcome
+@pytest.mark.parametrize(
+    ("command", "options", "expected", "text"),
+    [
+        # The weight of the loss of this script is the number of the step.
+        ("tagger.py", {"from_step": 2, "steps": 2}, "same same", "2 steps on 2 ranks"),
+        # A layer computes in float32, and has its limit.
+        ("classifier.py standardised", {"steps": 1}, "same", "1 step on 2 ranks"),
+        ("classifier.py standardised times", {"steps": 1}, "different", "sum, not a mean"),
+        (
+            FLUSHES,
+            {"steps": 1},
+            "same",
+            "the last step of an epoch, which may have 2 micro-batches instead of 4, was not "
+            "observed: --from-step 6 observes it",
+        ),
+        (f"{FLUSHES} unreduced", AT_END, "same different", "[no_sync_left_on]"),
+        (f"{FLUSHES} by_length", AT_END, "same unknown", "It may be the length of the loader"),
+        # A full step at the end of an epoch stays in that epoch.
+        ("accumulating.py by_epoch", {"from_step": 9, "steps": 1}, "same", "1 step on 2 ranks"),
+        # It may end before the last step that was to be recorded.
+        ("varying.py two_steps", {}, "same same", "2 steps on 2 ranks"),
+        ("varying.py two_steps attribute uneven", {}, "different different", "Steps: 1, 2 diff"),
+        ("ends_early.py uneven", {"steps": 2}, "same same", "(4 on rank 0, 3 on rank 1)"),
+    ],
+)
+def test_the_steps_that_were_chosen_are_judged(
+    command: str, options: dict[str, Any], expected: str, text: str
+) -> None:
+    found = observed(*command.split(), **options)
+    assert outcomes(found) == expected.split(), str(found)
+    assert text in " ".join(found.full_report().split())
+
+
+def test_the_end_of_an_epoch_is_another_step_and_can_be_observed() -> None:
+    end = observed(*FLUSHES.split(), **AT_END)
+    assert outcomes(end) == ["same", "same"], str(end)
+    assert [facts.micro_batches for facts in end.facts] == [4, 2]
+    assert not end.notes
 
 
 @pytest.mark.parametrize(
@@ -176,40 +209,6 @@ def test_rows_that_several_ranks_have_read_are_counted() -> None:
     ]
 
 
-FLUSHES = ("accumulating.py", "flushes", "--micro-batches", "4")
-"""An epoch has 30 batches, and its last step the two that are left."""
-
-
-def test_the_end_of_an_epoch_is_another_step_and_can_be_observed() -> None:
-    beginning = observed(*FLUSHES, steps=1)
-    assert beginning.outcome == "same", str(beginning)
-    note = (
-        "the last step of an epoch, which may have 2 micro-batches instead of 4, was not observed"
-    )
-    assert f"{note}: --from-step 6 observes it" in beginning.notes
-    end = observed(*FLUSHES, from_step=6, steps=2)
-    assert outcomes(end) == ["same", "same"], str(end)
-    assert [facts.micro_batches for facts in end.facts] == [4, 2]
-    assert not end.notes
-
-
-def test_a_full_step_at_the_end_of_an_epoch_stays_in_that_epoch() -> None:
-    found = observed("accumulating.py", "by_epoch", from_step=9, steps=1)
-    assert found.outcome == "same", str(found)
-
-
-def test_a_length_that_one_process_is_told_only_at_the_end_of_an_epoch_is_no_fault() -> None:
-    found = observed(*FLUSHES, "by_length", from_step=6, steps=2)
-    assert outcomes(found) == ["same", "unknown"], str(found)
-    assert "It may be the length of the loader" in found.verdict.reason
-
-
-def test_a_fault_at_the_end_of_an_epoch_is_named() -> None:
-    found = observed(*FLUSHES, "unreduced", from_step=6, steps=2)
-    assert outcomes(found) == ["same", "different"], str(found)
-    assert found.cause == "no_sync_left_on"
-
-
 def test_the_command_prints_the_report_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,12 +313,6 @@ def test_a_fork_of_a_process_with_several_threads_answers() -> None:
     found = observed("varying.py", "random", "uneven", "threads")
     assert outcomes(found) == ["different"] * 3, str(found)
     assert time.monotonic() - started < SECONDS_OF_KEPT, "no fork ran into its deadline"
-
-
-def test_a_script_may_end_before_the_last_step_that_was_to_be_recorded() -> None:
-    assert outcomes(observed("varying.py", "two_steps")) == ["same"] * 2
-    found = observed("varying.py", "two_steps", "attribute", "uneven")
-    assert outcomes(found) == ["different"] * 2, str(found)
 
 
 # --- ranks that draw the same random numbers for their rows

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_equivalence.observed_scripts.in_script.draws import (
-    BYTES_OF_CPU,
     RankGenerators,
     Source,
     follow_restored_states,
-    generator_state,
-    set_generator_state,
+    generator_states,
+    set_generator_states,
 )
-from ddp_equivalence.observed_scripts.in_script.hooks import let_torch_draw
+from ddp_equivalence.observed_scripts.in_script.script_changes import let_torch_draw
 from ddp_equivalence.observed_scripts.queries import RowOrder
+from ddp_equivalence.observed_scripts.record import GeneratorStates, same_states
 
-Drawn = tuple[Tensor, Tensor]
+Drawn = tuple[GeneratorStates, Tensor]
 """The state of the generators before something was drawn, and what was drawn."""
 
 
@@ -38,11 +38,11 @@ def device(request: pytest.FixtureRequest) -> str:
 def drawn_by(seed: int, draw: Callable[[], Tensor]) -> Drawn:
     """What one rank draws."""
     torch.manual_seed(seed)
-    state = generator_state()
-    return state, draw()
+    states = generator_states()
+    return states, draw()
 
 
-def drawn_by_each(draw: Callable[[], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def drawn_by_each(draw: Callable[[], Tensor]) -> tuple[list[GeneratorStates], list[Tensor]]:
     """The states of two ranks, and what they draw."""
     first, second = drawn_by(1, draw), drawn_by(2, draw)
     assert not torch.equal(first[1], second[1])
@@ -62,7 +62,7 @@ def drawing(sources: Sequence[Source], row_order: RowOrder = "by row") -> Iterat
         generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
-def whole(states: Sequence[Tensor], count: int) -> list[Source]:
+def whole(states: Sequence[GeneratorStates], count: int) -> list[Source]:
     """All rows of every rank."""
     return [Source(state, count, None) for state in states]
 
@@ -158,7 +158,7 @@ def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows(device: 
         return torch.cat([number[None], drop(torch.ones(3 * 40, device=device))])
 
     (state, other), (of_first, of_second) = drawn_by_each(draw)
-    before = generator_state()
+    before = generator_states()
     with drawing(whole([state, state], 3)) as generators:
         assert torch.rand([], device=same_device) == of_first[0]
         both = drop(torch.ones(6 * 40, device=device))
@@ -171,7 +171,7 @@ def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows(device: 
         assert torch.equal(both, torch.cat([of_first[1:], of_second[1:]]))
         torch.randperm(5, device=device)
         assert sum(generators.missed.values()) == 2
-    assert torch.equal(generator_state(), before), "this process has drawn itself"
+    assert same_states(generator_states(), before), "this process has drawn itself"
 
 
 def test_dropout_of_a_tensor_that_is_transposed_in_memory_is_drawn_in_that_order(
@@ -187,12 +187,11 @@ def test_dropout_of_a_tensor_that_is_transposed_in_memory_is_drawn_in_that_order
 
 
 def test_a_record_without_a_gpu_leaves_the_generator_of_a_gpu_alone(device: str) -> None:
-    of_cpu = generator_state()[:BYTES_OF_CPU]
+    of_cpu = {"cpu": generator_states()["cpu"]}
     torch.rand(3, device=device)
-    after = generator_state()
-    set_generator_state(of_cpu)
-    assert torch.equal(generator_state()[:BYTES_OF_CPU], of_cpu)
-    assert torch.equal(generator_state()[BYTES_OF_CPU:], after[BYTES_OF_CPU:])
+    after = generator_states()
+    set_generator_states(of_cpu)
+    assert same_states(generator_states(), after | of_cpu)
     states = [of_cpu, of_cpu]
     with drawing(whole(states, 3)) as generators:
         torch.rand(6, 40, device=device)
@@ -203,7 +202,7 @@ def test_an_attention_without_dropout_is_left_alone(device: str) -> None:
     query = torch.randn(4, 2, 8, 16, device=device)
     attention = nn.functional.scaled_dot_product_attention
     alone = attention(query, query, query)
-    with drawing(whole([generator_state(), generator_state()], 2)) as generators:
+    with drawing(whole([generator_states(), generator_states()], 2)) as generators:
         assert torch.equal(attention(query, query, query), alone)
         assert generators.missed == {}
 

@@ -184,7 +184,7 @@ def test_weights_of_classes_are_not_taken_for_rows() -> None:
 
 # --- which of them one process is asked for
 
-COUNTS = {(0, 0): 3, (1, 0): 2}
+COUNTS = [[3], [2]]
 
 
 def test_whole_micro_batches_are_asked_for_whole() -> None:

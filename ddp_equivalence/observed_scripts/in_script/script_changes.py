@@ -1,171 +1,25 @@
-"""Replaces a few functions of torch in the process of an observed script, and tells a Watch."""
+"""Changes what a script computes or writes while it is observed: files, precision, dropout."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
-from ddp_equivalence.measurement.calls import lines_of
 from ddp_equivalence.observed_scripts.in_script.around import after, around
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensors
-from ddp_equivalence.observed_scripts.in_script.loaders import watch_loaders
 from ddp_equivalence.observed_scripts.record import in_float64
 from ddp_equivalence.ranks.users_line import counts_as_torch
-
-if TYPE_CHECKING:
-    from ddp_equivalence.observed_scripts.in_script.watch import Watch
-
-
-# What the script computes stays as it is. Frames of the replacements count as torch's own.
-
-_inside = threading.local()
-
-
-def install(watch: Watch) -> None:
-    """Let ``watch`` be told of everything from now on."""
-    _watch_wrappers(watch)
-    _watch_modules(watch)
-    watch_loaders(watch)
-    _watch_backward(watch)
-    _watch_optimizers(watch)
-    _watch_clipping(watch)
-    _watch_loss_scales(watch)
-
-
-def _watch_wrappers(watch: Watch) -> None:
-    def wrapped(ddp: Any) -> None:
-        watch.wrapped.append((ddp, lines_of(sys._getframe())))
-
-    def not_synchronised(ddp: Any) -> None:
-        watch.no_sync_at = lines_of(sys._getframe())
-
-    after(DistributedDataParallel, "__init__", wrapped)
-    after(DistributedDataParallel, "no_sync", not_synchronised)
-
-
-def _watch_modules(watch: Watch) -> None:
-    call = nn.Module.__call__
-
-    @counts_as_torch
-    def watched(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or getattr(_inside, "module", False)
-            or isinstance(self, torch.jit.ScriptModule)
-            or not watch.is_on()
-        ):
-            return call(self, *arguments, **named)
-        _inside.module = True
-        by_all: Any = nn.Module.__call__
-        try:
-            arguments, named = watch.before_call(self, arguments, named)
-            # A closer look that has begun just now has replaced it, and is told of this call too.
-            now: Any = nn.Module.__call__
-            result = (call if now is by_all else now)(self, *arguments, **named)
-        finally:
-            _inside.module = False
-        watch.after_call(result)
-        return result
-
-    nn.Module.__call__ = watched  # type: ignore[method-assign]
-
-
-def _watch_backward(watch: Watch) -> None:
-    def backward(call: Any, *arguments: Any, **named: Any) -> Any:
-        if getattr(_inside, "backward", False) or not watch.is_on():
-            return call(*arguments, **named)
-        tensors = arguments[0] if arguments else named["tensors"]
-        watch.before_backward([tensors] if isinstance(tensors, Tensor) else list(tensors))
-        _inside.backward = True
-        try:
-            return call(*arguments, **named)
-        finally:
-            _inside.backward = False
-            watch.after_backward()
-
-    around(torch.autograd, "backward", backward)
-
-
-def _watch_optimizers(watch: Watch) -> None:
-    def before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not watch.is_on() or isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            return None  # accelerate's wrapper calls the optimizer inside
-        closure = named.get("closure") or (arguments[1] if len(arguments) > 1 else None)
-        if closure is None:
-            watch.optimizer_steps(optimizer)
-            return None
-
-        @functools.wraps(closure)
-        def then_steps(*of_closure: Any, **named_of_closure: Any) -> Any:
-            """Lightning goes forward and backward inside the optimizer's step."""
-            result = closure(*of_closure, **named_of_closure)
-            watch.optimizer_steps(optimizer)
-            return result
-
-        if "closure" in named:
-            return arguments, {**named, "closure": then_steps}
-        return (arguments[0], then_steps, *arguments[2:]), named
-
-    register_optimizer_step_pre_hook(before_step)
-
-
-def _watch_clipping(watch: Watch) -> None:
-    from torch.nn.utils import clip_grad
-
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        signature = inspect.signature(getattr(clip_grad, name))
-
-        def clipped(
-            clip: Any, *arguments: Any, signature: inspect.Signature = signature, **named: Any
-        ) -> Any:
-            if not watch.is_on():
-                return clip(*arguments, **named)
-            bound = signature.bind(*arguments, **named)
-            first, second = list(signature.parameters)[:2]
-            if not isinstance(bound.arguments[first], Tensor):
-                bound.arguments[first] = list(bound.arguments[first])
-            watch.before_clip()
-            result = clip(*bound.args, **bound.kwargs)
-            watch.after_clip(float(bound.arguments[second]), result)
-            return result
-
-        around(clip_grad, name, clipped)
-        setattr(torch.nn.utils, name, getattr(clip_grad, name))
-
-
-def _watch_loss_scales(watch: Watch) -> None:
-    def scaled(scaler: Any) -> None:
-        if watch.is_on() and scaler.is_enabled():
-            watch.loss_scale, watch.gradients_are_scaled = float(scaler.get_scale()), True
-
-    def unscaled(scaler: Any) -> None:
-        watch.gradients_are_scaled &= not scaler.is_enabled()
-
-    def stepped(step: Any, scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-        before = watch.steps_seen
-        result = step(scaler, optimizer, *arguments, **named)
-        if watch.is_on() and scaler.is_enabled() and watch.steps_seen == before:
-            watch.step_was_skipped()
-        return result
-
-    after(torch.amp.GradScaler, "scale", scaled)
-    after(torch.amp.GradScaler, "unscale_", unscaled)
-    around(torch.amp.GradScaler, "step", stepped)
-
 
 # Keeps the user's files as they are, while a script runs in a copy of its folder made of links.
 #
