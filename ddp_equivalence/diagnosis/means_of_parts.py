@@ -48,6 +48,21 @@ def means_over(view: View) -> Mapping[Over, Tensor]:
     return distinct
 
 
+def is_mean_of_blocks(view: View) -> bool:
+    """True if the big batch is the mean of blocks of its order, and the ranks read other parts of
+    the same sizes: its loss then joins neighbours, such as the answers to one prompt.
+    """
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    size = len(parts[0]) if parts else 0
+    if not size or {*map(len, parts)} != {size} or size * len(parts) != view.setting.example_count:
+        return False
+    blocks = [tuple(range(n * size, (n + 1) * size)) for n in range(len(parts))]
+    if {*map(frozenset, blocks)} == {*map(frozenset, parts)}:
+        return False
+    mean = torch.stack([view.examples.gradient(block) for block in blocks]).mean(0)
+    return nearly_equal(mean, view.expected)
+
+
 def nearest_mean(view: View) -> Over:
     """The way to take means whose gradient is, up to a factor, nearest to what the ranks hold."""
     means = means_over(view)

@@ -21,7 +21,7 @@ BUDGETS = {
     "checking": 680,
     "commands": 6_120,
     "comparison": 1_770,
-    "diagnosis": 19_222,
+    "diagnosis": 19_251,
     "faults": 2_140,
     "gate": 1_960,
     "measurement": 7_900,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
+from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import all_divisors
 from ddp_equivalence.diagnosis.where.gradient_path import (
@@ -124,6 +126,11 @@ def _listed(what: str, values: Mapping[int, float]) -> str:
 
 def _no_mean(pieces: Pieces, what: str) -> tuple[str, str]:
     """A headline and a clause, where the big batch is not made of its parts by any known count."""
+    if is_mean_of_blocks(pieces.view):
+        return "examples that belong together are not read together", (
+            "the loss joins neighbours in the batch: blocks of its order would give the big batch, "
+            f"and the {what}s read other examples"
+        )
     together, right = pieces.loss_together, pieces.view.examples.big_batch_loss
     if together is not None and abs(together - right) <= SAME_LOSS * abs(right):
         return "the losses agree, and the gradients do not", (
@@ -146,8 +153,10 @@ def _other_divisor(
     shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_COUNTS])
     times = "" if all(abs(one - 1) <= SAME for one in factors) else f", times {shown}"
     headline, note = "the big batch divides by another number", "the loss of the rows"
+    in_blocks = False
     if known is None:
         headline, text = _no_mean(pieces, what)
+        in_blocks = is_mean_of_blocks(pieces.view)
     elif not unit:
         text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"
@@ -168,11 +177,13 @@ def _other_divisor(
         "they are averaged.",
         distinct(
             [
-                at(call.made_at, note, True) if call else None,
+                *(lines_that_share(pieces.view) if in_blocks else ()),
+                at(call.made_at, note, not in_blocks) if call else None,
                 at(line_of(call), BACKWARD_BEGINS) if call else None,
             ]
         ),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
         fix="" if not unit else "divide each summed loss by the count of the whole batch.",
+        explains_all=in_blocks,
     )

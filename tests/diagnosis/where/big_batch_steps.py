@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case
@@ -33,6 +33,20 @@ def root_loss(model: Any, examples: dict[str, Tensor]) -> Any:
 
 
 ROOT = Case(model=Small, batch=batch, loss=root_loss, layout="1x2")
+
+
+def pair_loss(model: Any, examples: dict[str, Tensor]) -> Any:
+    scores = model(examples["rows"])
+    return nn.functional.softplus(scores[1::2] - scores[0::2]).mean()
+
+
+PAIRS = Case(model=Small, batch=batch, loss=pair_loss, layout="1x2", shards="own")
+
+
+def pairs_dealt_apart(model: Any, whole: Any, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    own = {name: value[rank.rank :: rank.world_size] for name, value in whole.items()}  # fault
+    pair_loss(ddp, own).backward()
 
 
 def micro_batch_means(model: Any, shard: Any, rank: Any) -> None:

@@ -26,6 +26,7 @@ TWO = replace(CASE, layout="1x2")
             "big batch",
             "depends on several examples at once, or on none",
         ),
+        (steps.PAIRS, steps.pairs_dealt_apart, "big batch", "blocks of its order would give"),
         (CASE, steps.one_micro_batch_counts_twice, "own gradient", "backward pass 1 0.5"),
         (CASE, steps.multiplied_by_a_constant, "own gradient", "1.3 times"),
     ],
