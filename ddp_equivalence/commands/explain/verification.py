@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,7 @@ from ddp_equivalence.commands.explain.explanation import (
 from ddp_equivalence.commands.explain.setup import KnownGood, Setup
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.report.text import plural, wrapped
-from ddp_equivalence.report.verdict import Verdict
-
-Outcome = Literal["same", "different", "unknown"]
+from ddp_equivalence.report.verdict import Outcome, Verdict
 
 STEPS = 3
 LEARNING_RATE = Fraction(1, 10)
@@ -50,45 +48,36 @@ SLOWEST, FASTEST = 1e-4, 0.5
 
 
 @dataclass(frozen=True)
-class ComparedPrediction:
-    """One prediction, and whether a run found the same; ``found``: what it found."""
-
-    what: str
-    found: str
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
 class Verification:
     """The results of ranks.
 
-    ``setup``: the setup that they ran. ``lane``: the name of the backend on a kind of device.
-    ``scaled``: how that setup differs from the explained one. ``not_run``: the parts of the
-    explanation that were not verified.
+    ``setup``: the setup that they ran. ``scaled``: how it differs from the explained one.
+    ``checks``: the verdict on each prediction. ``not_run``: the parts of the explanation that were
+    not verified.
     """
 
     setup: Setup
-    lane: str
     scaled: tuple[str, ...]
-    comparisons: tuple[ComparedPrediction, ...]
+    checks: Mapping[str, Verdict]
     not_run: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
         """The worst outcome of any prediction."""
-        outcomes = {prediction.outcome for prediction in self.comparisons}
+        outcomes = {verdict.outcome for verdict in self.checks.values()}
         return next(one for one in ("different", "unknown", "same") if one in outcomes)
 
     def __str__(self) -> str:
         verb = {"same": "it agrees", "different": "IT DIFFERS", "unknown": "not judged"}
         ranks = self.setup.processes
-        where = f"{ranks} {plural(ranks, 'process', 'processes')} ({self.lane})"
+        lane = next(iter(self.checks.values())).lane.name
+        where = f"{ranks} {plural(ranks, 'process', 'processes')} ({lane})"
         text = f"Verified on {where}: {verb[self.outcome]}."
         if self.scaled:
             text += f" Scaled down: {'; '.join(self.scaled)}."
         if self.setup.replicas > 1:
             text += " DataParallel's replicas are emulated in their process."
-        sentences = [f"{one.what}: {one.found}." for one in self.comparisons]
+        sentences = [f"{what}: {_found(verdict)}." for what, verdict in self.checks.items()]
         if self.not_run:
             sentences.append(f"Not run: {'; '.join(self.not_run)}.")
         lines = wrapped(text, "  ", "  ")
@@ -106,17 +95,18 @@ def verify(explanation: Explanation) -> Verification:
     setup, scaled = scaled_down(explanation.setup)
     # A smaller setup needs its own prediction. Otherwise the given explanation is verified.
     predicted = explain(setup) if scaled else explanation
-    comparisons, lane = list[ComparedPrediction](), ""
     with settings.using(settings.replaced(second_look=False)):
-        for what, verdict in (*_gradients(predicted), _training(predicted)):
-            lane, error = verdict.lane.name, verdict.error or 0.0
-            found = {
-                "same": f"the same on every rank (error {error:.1g})",
-                "different": f"something else (error {error:.2g})",
-                "unknown": f"not judged, because {verdict.reason} {verdict.failure or ''}".strip(),
-            }[verdict.outcome]
-            comparisons.append(ComparedPrediction(what, found, verdict.outcome))
-    return Verification(setup, lane, scaled, tuple(comparisons), tuple(_not_run(explanation)))
+        checks = dict((*_gradients(predicted), _training(predicted)))
+    return Verification(setup, scaled, checks, tuple(_not_run(explanation)))
+
+
+def _found(verdict: Verdict) -> str:
+    error = verdict.error or 0.0
+    return {
+        "same": f"the same on every rank (error {error:.1g})",
+        "different": f"something else (error {error:.2g})",
+        "unknown": f"not judged, because {verdict.reason} {verdict.failure or ''}".strip(),
+    }[verdict.outcome]
 
 
 def _gradients(predicted: Explanation) -> Iterator[tuple[str, Verdict]]:

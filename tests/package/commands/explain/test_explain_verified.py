@@ -53,7 +53,7 @@ def name(setup: Setup) -> str:
 
 
 def outcomes(explanation: Explanation) -> list[str]:
-    return [one.outcome for one in verify(explanation).comparisons]
+    return [verdict.outcome for verdict in verify(explanation).checks.values()]
 
 
 @pytest.mark.parametrize("setup", list(setups()), ids=name)
@@ -61,7 +61,7 @@ def test_ranks_hold_what_is_explained(setup: Setup) -> None:
     explanation = explain(setup)
     found = verify(explanation)
     assert found.outcome == "same", found
-    assert len(found.comparisons) == (2 if explanation.is_multiple else 3)
+    assert len(found.checks) == (2 if explanation.is_multiple else 3)
     assert found.scaled == ()
 
 
