@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.ranks.server import start_early
+from ddp_equivalence.report.text import plural, wrapped
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -47,14 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
             "\nCases that would run on NCCL run on gloo and the CPU instead, and are marked "
             "gloo_fallback."
         )
-    print(f"\n{closing_line(states)}")
-    return exit_code(states)
+    code, line = result(states)
+    print(f"\n{line}")
+    return code
 
 
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
     """The problems, also those that only may surprise, and what to do about them."""
-    from ddp_equivalence.report.text import wrapped
-
     if problems:
         yield ""
         yield "Problems, and what to do"
@@ -63,34 +63,23 @@ def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
         yield from wrapped(f"{_capitalised(problem.advice)}.", "    ")
 
 
-def closing_line(states: Sequence[State]) -> str:
-    """The result in one sentence, with the exit code."""
+def result(states: Sequence[State]) -> tuple[int, str]:
+    """The exit code, and the last line: 1 if an answer was wrong, else 3 if a part that should have
+    answered did not, else 0.
+    """
     from ddp_equivalence.commands.doctor.examination import Outcome
-    from ddp_equivalence.report.text import plural
 
     counts = Counter(state.outcome for state in states)
     parts = f"{len(states)} {plural(len(states), 'part')}"
-    wrong, failed, works = (
-        counts[outcome] for outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.WORKS)
-    )
-    if wrong:
+    if wrong := counts[Outcome.WRONG]:
+        code = DIFFERENT
         text = f"{wrong} of {parts} gave WRONG answers, so training here goes wrong as well"
-    elif failed:
-        text = f"{failed} of {parts} gave no answer, though they should work"
+    elif failed := counts[Outcome.FAILED]:
+        code, text = NOT_JUDGED, f"{failed} of {parts} gave no answer, though they should work"
     else:
-        others = "" if works == len(states) else "; the others could not be asked"
-        text = f"{works} of {parts} gave right answers{others}"
-    return f"Result: {text} (exit code {exit_code(states)})."
-
-
-def exit_code(states: Sequence[State]) -> int:
-    """1 if an answer was wrong, else 3 if a part that should have answered did not, else 0."""
-    from ddp_equivalence.commands.doctor.examination import Outcome
-
-    outcomes = {state.outcome for state in states}
-    if Outcome.WRONG in outcomes:
-        return DIFFERENT
-    return NOT_JUDGED if Outcome.FAILED in outcomes else SAME
+        others = "; the others could not be asked" if counts[Outcome.NOT_RUN] else ""
+        code, text = SAME, f"{counts[Outcome.WORKS]} of {parts} gave right answers{others}"
+    return code, f"Result: {text} (exit code {code})."
 
 
 def _capitalised(sentence: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.doctor import examination
-from ddp_equivalence.commands.doctor.command import closing_line, exit_code
+from ddp_equivalence.commands.doctor.command import result
 from ddp_equivalence.commands.doctor.examination import Machine, Outcome, State, examine
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpus import NvmlState
@@ -94,9 +94,10 @@ def test_the_last_line_is_the_result_and_the_exit_code(
     outcomes: list[Outcome], code: int, says: str
 ) -> None:
     states = [State("part", outcome, "") for outcome in outcomes]
-    assert exit_code(states) == code
-    assert says in closing_line(states)
-    assert f"(exit code {code})" in closing_line(states)
+    found, line = result(states)
+    assert found == code
+    assert says in line
+    assert f"(exit code {code})" in line
 
 
 # The nodes that NCCL counts of two ranks on two simulated nodes. The count is given.
