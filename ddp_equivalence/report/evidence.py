@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -247,10 +247,6 @@ def _wrapper(wrapper: Wrapper) -> str:
     return f"DistributedDataParallel: {', '.join(filter(None, texts))}"
 
 
-def _of_ranks(texts: Mapping[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:MOST_RANKS])
-
-
 def _calls(verdict: Verdict, what: str, kind: Kind, otherwise: str) -> Iterator[str]:
     """The calls of a kind and their lines: once if those of all ranks are the same, else of each.
 
@@ -271,5 +267,6 @@ def _calls(verdict: Verdict, what: str, kind: Kind, otherwise: str) -> Iterator[
 
     texts = {rank: texts_of(list(seen.calls)) for rank, seen in sorted(verdict.observed.items())}
     if set(texts.values()) != {"none"}:
+        by_rank = [f"rank {rank}: {one}" for rank, one in texts.items()][:MOST_RANKS]
         alike = len(set(texts.values())) == 1
-        yield f"{what}: {texts.popitem()[1] if alike else _of_ranks(texts)}"
+        yield f"{what}: {texts.popitem()[1] if alike else '; '.join(by_rank)}"

@@ -42,7 +42,12 @@ def failure_blocks(
     alike = _that_ended_alike(failed)
     for number, (end, *others) in enumerate(alike[: 1 + MOST_CONSEQUENCES]):
         role = "Root cause" if number == 0 else "Also" if changed else "Then"
-        yield [*_rank_end_lines(end, role, lane), *_others_lines(end, others)]
+        names = rank_names([other.rank for other in others])
+        same = f"The same is true of {names}."
+        if end.kind == "exception":
+            alike_too = all(other.what == end.what for other in others)
+            same = f"R{names[1:]} raised the same{'' if alike_too else ', with other numbers'}."
+        yield [*_rank_end_lines(end, role, lane), *paragraph(same if others else "", "  ")]
     finished = [end.rank for end in failure.ends if not end.failed]
     more = sum(map(len, alike[1 + MOST_CONSEQUENCES :]))
     yield [
@@ -62,19 +67,6 @@ def _that_ended_alike(ends: Sequence[RankEnd]) -> list[list[RankEnd]]:
             key = (NUMBER.sub("0", end.what), end.line)
         groups.setdefault(key, []).append(end)
     return [sorted(group, key=lambda end: end.rank) for group in groups.values()]
-
-
-def _others_lines(end: RankEnd, others: Sequence[RankEnd]) -> list[Line]:
-    """The other ranks that ended like this one."""
-    if not others:
-        return []
-    names = rank_names([other.rank for other in others])
-    if end.kind != "exception":
-        return paragraph(f"The same is true of {names}.", "  ")
-    alike = all(other.what == end.what for other in others)
-    return paragraph(
-        f"R{names[1:]} raised the same{'' if alike else ', with other numbers'}.", "  "
-    )
 
 
 def _rank_end_lines(end: RankEnd, role: str, lane: Lane | None) -> list[Line]:
@@ -107,20 +99,16 @@ def _rerun_lines(rerun: Rerun) -> list[Line]:
         outcome = "the fresh ranks could not be started."
     elif rerun.cut_short:
         outcome = "the step was not done by the rerun's deadline either."
+    first = _TENSOR_OPTIONS.sub("", str(rerun.failure).partition("\n")[0])
     return [
         *paragraph(f"{title} {outcome}", "  "),
-        *paragraph(_first_line(str(rerun.failure)), "    "),
+        *paragraph(cut(first, MOST_WIDTHS * settings.current().width), "    "),
         *paragraph(rerun.failure.waiting, "    "),
     ]
 
 
 _TENSOR_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)\)")
 """Torch adds this to each collective of a mismatch; it says nothing about the mismatch."""
-
-
-def _first_line(message: str) -> str:
-    first = _TENSOR_OPTIONS.sub("", message.splitlines()[0] if message else "")
-    return cut(first, MOST_WIDTHS * settings.current().width)
 
 
 # What a user can do about errors on the ranks that many users meet.

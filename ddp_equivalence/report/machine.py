@@ -59,7 +59,9 @@ LONGEST_VALUE = 63
 def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
     """The machine, line by line. ``with_uuids``: name the GPUs as no other machine's are named."""
     installed = versions()
-    yield f"Machine: {title(box)}, {_system()}"
+    # The operating system, without the name that a provider gives to its kernel.
+    system = (platform.system(), platform.machine(), *platform.libc_ver())
+    yield f"Machine: {title(box)}, {' '.join(filter(None, system))}"
     yield (
         f"  ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
         f"Python {installed['python']}"
@@ -80,12 +82,6 @@ def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
     yield f"  Set: {', '.join(variables) or 'no variable of NCCL, CUDA, NVIDIA or torch'}"
 
 
-def _system() -> str:
-    """The operating system, without the name that a provider gives to its kernel."""
-    library = " ".join(platform.libc_ver())
-    return " ".join([platform.system(), platform.machine(), library]).strip()
-
-
 def _libraries() -> str:
     import torch
 
@@ -93,22 +89,15 @@ def _libraries() -> str:
         return f"torch is built for ROCm {torch.version.hip}"
     if torch.version.cuda is None:
         return "torch is built for the CPU only"
-    nccl = versions()["nccl"] or "missing"
-    return f"torch is built for CUDA {torch.version.cuda}; NCCL: {nccl}; cuDNN: {_cudnn()}"
-
-
-def _cudnn() -> str:
-    import torch
-
+    nccl, cudnn = versions()["nccl"] or "missing", "missing"
     try:
-        version = torch.backends.cudnn.version()
+        if version := torch.backends.cudnn.version():
+            # Since cuDNN 9 it is 10000 * major + 100 * minor + patch; before, 1000 * major.
+            major, rest = divmod(version, 10000 if version >= 90000 else 1000)
+            cudnn = f"{major}.{rest // 100}.{rest % 100}"
     except RuntimeError as error:  # torch found another version than that which it was built for
-        return f"cannot be used ({str(error).splitlines()[0]})"
-    if version is None:
-        return "missing"
-    # Since cuDNN 9 the number is 10000 * major + 100 * minor + patch; before, 1000 * major.
-    major, rest = divmod(version, 10000 if version >= 90000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+        cudnn = f"cannot be used ({str(error).splitlines()[0]})"
+    return f"torch is built for CUDA {torch.version.cuda}; NCCL: {nccl}; cuDNN: {cudnn}"
 
 
 def _gpu_texts(gpu: Gpu, with_uuid: bool) -> Iterator[str]:
@@ -182,17 +171,13 @@ def tf32_texts(settings: Collection[Tf32 | None]) -> list[str]:
     known = [one for one in settings if one is not None]
     if not known:
         return []
-    products = _states({one.products for one in known})
-    convolutions = _states({one.convolutions for one in known})
-    if products == convolutions:
-        return [f"TF32 {products} for products and convolutions of float32"]
-    return [f"TF32 {products} for products and {convolutions} for convolutions of float32"]
-
-
-def _states(allowed: Collection[bool]) -> str:
-    if len(allowed) > 1:
-        return "on for some ranks and off for others"
-    return "on" if True in allowed else "off"
+    states = {True: "on", False: "off"}
+    products, convolutions = (
+        states[allowed.pop()] if len(allowed) == 1 else "on for some ranks and off for others"
+        for allowed in ({one.products for one in known}, {one.convolutions for one in known})
+    )
+    and_for = "" if products == convolutions else f"{convolutions} for "
+    return [f"TF32 {products} for products and {and_for}convolutions of float32"]
 
 
 # The variables of NCCL, CUDA and torch that are set, without values that are private.

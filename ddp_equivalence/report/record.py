@@ -266,9 +266,13 @@ def versions() -> Mapping[str, Any]:
 
     from ddp_equivalence.ranks.lanes import cuda_devices
 
+    try:
+        own = metadata.version("ddp_equivalence")
+    except metadata.PackageNotFoundError:
+        own = "checkout"  # the package was never installed
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
     return {
-        "ddp_equivalence": package_version(),
+        "ddp_equivalence": own,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -276,11 +280,3 @@ def versions() -> Mapping[str, Any]:
         "nccl": ".".join(map(str, nccl)) if nccl else None,
         "cuda_devices": len(cuda_devices()),
     }
-
-
-def package_version() -> str:
-    """The installed version; "checkout" where the package was never installed."""
-    try:
-        return metadata.version("ddp_equivalence")
-    except metadata.PackageNotFoundError:
-        return "checkout"

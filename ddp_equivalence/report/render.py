@@ -47,8 +47,8 @@ from ddp_equivalence.report.numbers import (
     held,
     how_many_differ,
     parameters_lines,
+    shares_lines,
 )
-from ddp_equivalence.report.shares import shares_lines
 from ddp_equivalence.report.text import Line, Style, ended, paragraph, rank_names, ranks_by
 
 if TYPE_CHECKING:

@@ -21,19 +21,9 @@ from ddp_equivalence.comparison.digits import text_of
 
 # Text for an output that may lack some of its characters, such as one that is ASCII only.
 
-INSTEAD = {
-    "–": "-",
-    "—": "-",
-    "…": "...",
-    "×": "x",
-    "±": "+-",
-    "≤": "<=",
-    "≥": ">=",
-    "‘": "'",
-    "’": "'",
-    "“": '"',
-    "”": '"',
-}
+INSTEAD = dict(
+    zip("–—…×±≤≥‘’“”", ("-", "-", "...", "x", "+-", "<=", ">=", *"''", *'""'), strict=True)
+)
 """Character -> what an output gets that lacks it. Others are escaped, as in ``\\xe9``."""
 
 HANDLER = "ddp_equivalence.instead"
@@ -152,6 +142,20 @@ def wrapped(text: str, indent: str, first: str | None = None, hang: int = 2) -> 
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def aligned(rows: Sequence[Sequence[object]], gap: int = 2, narrowest: int = 0) -> list[str]:
+    """The lines of a table whose first column is text and whose others are numbers.
+
+    ``gap``: spaces between columns. ``narrowest``: the least width of a column of numbers.
+    """
+    first, *others = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(width, narrowest) + gap for width in others]
+    return [
+        f"{head!s:<{first}}"
+        + "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for head, *cells in rows
+    ]
 
 
 EVERYTHING = 10**9

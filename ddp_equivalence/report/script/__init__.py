@@ -51,7 +51,11 @@ def export_request(
     request: Request, directory: Path, *, headline: str = "", name: str = ""
 ) -> Path:
     """Do what ``export`` does, for a request that has been read already."""
-    _check_place(directory, name)
+    if not isinstance(directory, str | Path):
+        raise BadCase("directory", directory, "a path of a folder")
+    require_writable_folder("directory", Path(directory))
+    if "/" in name:
+        raise BadCase("name", name, "a file name; the folder is the argument directory")
     _check_that_a_script_can_hold(request)
     path = Path(directory) / f"{name or _default_name(request)}.py"
     text = render(request, path.name, headline)
@@ -92,15 +96,6 @@ def _check_that_a_script_can_hold(request: Request) -> None:
     if is_prepared(request.step):
         right = "a function (model, shard, rank): a script calls the step with all three"
         raise BadCase("step", name_of(request.step), right)
-
-
-def _check_place(directory: object, name: str) -> None:
-    """Raises BadCase if no file of this name can be written to the directory."""
-    if not isinstance(directory, str | Path):
-        raise BadCase("directory", directory, "a path of a folder")
-    require_writable_folder("directory", Path(directory))
-    if "/" in name:
-        raise BadCase("name", name, "a file name; the folder is the argument directory")
 
 
 def file_name(text: str) -> str:

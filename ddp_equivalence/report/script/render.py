@@ -24,8 +24,7 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.random_state import APART, batch_seed, generator_seed
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.report.script.files import PROVIDED, CarriedFiles
-from ddp_equivalence.report.script.values import Expressions
+from ddp_equivalence.report.script.values import PROVIDED, CarriedFiles, Expressions
 
 TEMPLATE = files(__package__).joinpath("template.py").read_text()
 

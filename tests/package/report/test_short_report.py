@@ -25,9 +25,8 @@ from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.report.blocks import WHOLE, FirstThatFits, Shape, defined_at
 from ddp_equivalence.report.cause import how_sure, notes
-from ddp_equivalence.report.numbers import how_many_differ
+from ddp_equivalence.report.numbers import ShareTable, can_be_shown, how_many_differ
 from ddp_equivalence.report.render import report_lines
-from ddp_equivalence.report.shares import ShareTable, can_be_shown
 from ddp_equivalence.report.text import range_of_ranks, shortened
 from tests.package.own_cases import own_case, right_step
 from tests.package.report.report_cases import USER_FILE
