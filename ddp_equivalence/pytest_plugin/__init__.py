@@ -16,19 +16,20 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.time_left import progress_shown_by
-from ddp_equivalence.pytest_plugin import options, table
+from ddp_equivalence.pytest_plugin import options
 from ddp_equivalence.pytest_plugin.guards import Planting, UnreadVerdicts
 from ddp_equivalence.pytest_plugin.results import (
     RecordedLines,
     RunResults,
     attach,
     checks_noted,
+    summary_lines,
     write_json,
+    write_lines,
 )
 from ddp_equivalence.report.text import annotation
 
 if TYPE_CHECKING:
-    from ddp_equivalence.report.record import Record
     from ddp_equivalence.report.verdict import Verdict
 
 _results = pytest.StashKey[RunResults]()
@@ -163,16 +164,11 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     results = config.stash[_results]
     if not hasattr(config, "workerinput") and not config.getoption("--ddp-plan"):
         config.stash[_not_written] = why = write_json(config, results)
-        if session.exitstatus == pytest.ExitCode.OK and (why or not _is_enough(results, config)):
+        lacks = results.lanes_missing(config.getoption("--must-run"))
+        nothing = config.getoption("--ddp-require-comparison") and not results.compared
+        if session.exitstatus == pytest.ExitCode.OK and (why or lacks or nothing):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
-
-
-def _is_enough(results: RunResults, config: pytest.Config) -> bool:
-    """False if a lane that must run did not, or if nothing was compared though that is required."""
-    if config.getoption("--ddp-require-comparison") and not results.compared:
-        return False
-    return not results.lanes_missing(config.getoption("--must-run"))
 
 
 def pytest_terminal_summary(
@@ -184,17 +180,11 @@ def pytest_terminal_summary(
     if why := config.stash.get(_not_written, ""):
         terminalreporter.line(why, red=True)
     for record in results.records if config.getoption("--ddp-github") else ():
-        if record.report and _has_failed(record):
+        as_expected = record.confirmed if record.known else record.outcome == record.expected
+        if record.report and not as_expected:
             text = annotation(record.file, record.line, record.headline, record.report)
             terminalreporter.line(text)
     if results.is_empty and not must_run and not config.getoption("--ddp-require-comparison"):
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")
-    table.write_lines(terminalreporter, table.summary_lines(results, must_run))
-
-
-def _has_failed(record: Record) -> bool:
-    """True if the test of this check failed because of it."""
-    if record.known:
-        return not record.confirmed
-    return record.outcome != record.expected
+    write_lines(terminalreporter, summary_lines(results, must_run))

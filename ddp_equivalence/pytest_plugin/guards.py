@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 from os.path import relpath
 from typing import TYPE_CHECKING
 
@@ -118,15 +117,6 @@ ATTRIBUTE = "ddp_planted"
 _fired = pytest.StashKey[int]()
 
 
-@dataclass(frozen=True)
-class PlantedTest:
-    """One test. ``fired``: how often the fault did its damage, in the test and on its ranks."""
-
-    name: str
-    failed: bool
-    fired: int
-
-
 class Planting:
     """Registered for a run with ``--plant``. Raises UsageError for a fault that is not known."""
 
@@ -137,7 +127,9 @@ class Planting:
             self._fault = fault_named(name)
         except BadCase as error:
             raise pytest.UsageError(f"--plant {name}: {error}") from error
-        self._tests: list[PlantedTest] = []
+        self._noticed, self._missed = list[str](), list[str]()
+        self._never_fired: list[bool] = []
+        """For each test in which the fault did no damage: whether it failed."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -167,25 +159,23 @@ class Planting:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         fired = getattr(report, ATTRIBUTE, None)
-        if fired is not None:
-            self._tests.append(PlantedTest(report.nodeid, report.failed, fired))
+        if fired:
+            (self._noticed if report.failed else self._missed).append(report.nodeid)
+        elif fired is not None:
+            self._never_fired.append(report.failed)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        noticed = [test for test in self._tests if test.failed and test.fired]
-        missed = [test for test in self._tests if not test.failed and test.fired]
-        never_fired = [test for test in self._tests if not test.fired]
+        line, missed, never = terminalreporter.line, self._missed, self._never_fired
         terminalreporter.section(f"planted: {self._fault.name}", "=")
-        terminalreporter.line(self._fault.sentence)
-        terminalreporter.line(f"noticed by {len(noticed)} tests, which failed")
-        terminalreporter.line(
-            f"NOT NOTICED by {len(missed)} tests, which passed although the fault fired in them",
-            red=bool(missed),
-        )
-        for test in missed[:MOST_LISTED]:
-            terminalreporter.line(f"    {test.name}")
+        line(self._fault.sentence)
+        line(f"noticed by {len(self._noticed)} tests, which failed")
+        but = "which passed although the fault fired in them"
+        line(f"NOT NOTICED by {len(missed)} tests, {but}", red=bool(missed))
+        for name in missed[:MOST_LISTED]:
+            line(f"    {name}")
         if len(missed) > MOST_LISTED:
-            terminalreporter.line(f"    ... and {len(missed) - MOST_LISTED} more")
-        if never_fired:
-            failed = sum(test.failed for test in never_fired)
+            line(f"    ... and {len(missed) - MOST_LISTED} more")
+        if never:
+            failed = sum(never)
             note = f" ({failed} of them failed for another reason)" if failed else ""
-            terminalreporter.line(f"the fault never fired in {len(never_fired)} tests{note}")
+            line(f"the fault never fired in {len(never)} tests{note}")

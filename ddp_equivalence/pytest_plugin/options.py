@@ -217,7 +217,9 @@ def check_markers(item: pytest.Item) -> None:
         if marker.name == "ddp":
             right = _right_settings(marker)
         elif marker.name == "planted_fault":
-            if len(marker.args) != 1 or not _is_fault(marker.args[0]):
+            from ddp_equivalence.faults import FAULTS
+
+            if len(marker.args) != 1 or marker.args[0] not in list(FAULTS):
                 right = "the name of one fault, such as sum_not_mean"
         elif marker.name == "trial" and len(marker.args) != 3:
             right = "strategy, layout and lane"
@@ -226,12 +228,6 @@ def check_markers(item: pytest.Item) -> None:
             given += [f"{name}={value!r}" for name, value in marker.kwargs.items()]
             written = f"{item.nodeid}: @pytest.mark.{marker.name}({', '.join(given)})"
             raise pytest.UsageError(f"{written}: expected {right}")
-
-
-def _is_fault(name: object) -> bool:
-    from ddp_equivalence.faults import FAULTS
-
-    return isinstance(name, str) and name in FAULTS
 
 
 def _right_settings(marker: pytest.Mark) -> str:

@@ -1,4 +1,5 @@
-"""The results of a run: every check, every trial that did not run, and the files made of them.
+"""The results of a run: every check, every trial that did not run, and the table and the files made
+of them.
 
 Under xdist the workers attach results to pytest's reports, and the controller collects them.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
@@ -16,9 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.gate.record import RecordWriter
 from ddp_equivalence.report.record import Record, listening, record_of, versions
-from ddp_equivalence.report.text import rank_names, ranks_by
+from ddp_equivalence.report.text import (
+    Line,
+    Style,
+    aligned,
+    encodable,
+    paragraph,
+    plural,
+    rank_names,
+    ranks_by,
+)
 
 if TYPE_CHECKING:
     from ddp_equivalence.measurement.request import Request
@@ -50,7 +62,8 @@ class RunResults:
         attached = getattr(report, ATTRIBUTE, None)
         if attached is None:
             return
-        self.records += [Record(**record) for record in attached["records"]]
+        if attached["counts"]:
+            self.records += [Record(**record) for record in attached["records"]]
         if attached["not_run"] is not None:
             self.trials_not_run.append(NotRun(**attached["not_run"]))
 
@@ -143,10 +156,11 @@ def attach(item: pytest.Item, report: pytest.TestReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         strategy, layout, lane = trial.args
         not_run = asdict(NotRun(strategy, layout, lane, reason.removeprefix("Skipped: ")))
+    judged = made.records if expected_to_fail else _judged(item, report, made.records)
     rank_set = sys.modules.get("ddp_equivalence.ranks.rank_set")  # nothing is imported for that
     report.__dict__[ATTRIBUTE] = {
-        "records": [asdict(record) for record in _judged(item, report, made.records)],
-        "of_expected_failure": list(map(asdict, made.records)) if expected_to_fail else [],
+        "records": [asdict(record) for record in judged],
+        "counts": not expected_to_fail,
         "not_run": not_run,
         "spent": astuple(rank_set.SPENT) if rank_set else NOTHING,
     }
@@ -308,7 +322,8 @@ class RecordedLines:
         reasons = [_reason(report) for report in reports if report.outcome == outcome != "passed"]
         if outcome == "skipped" and any(hasattr(report, "wasxfail") for report in reports):
             outcome = "xfailed"
-        worker, attached = getattr(reports[-1], "worker_id", ""), _attached(reports)
+        worker = getattr(reports[-1], "worker_id", "")
+        attached = [getattr(one, ATTRIBUTE) for one in reports if hasattr(one, ATTRIBUTE)]
         starts, cpu_seconds = max((tuple(one["spent"]) for one in attached), default=NOTHING)
         starts_before, cpu_before = self._spent.get(worker, NOTHING)
         self._spent[worker] = starts, cpu_seconds
@@ -320,18 +335,12 @@ class RecordedLines:
             starts=max(0, starts - starts_before),
             cpu_seconds=round(max(0.0, cpu_seconds - cpu_before), 4),
         )
-        checks = [one for of in attached for one in (*of["records"], *of["of_expected_failure"])]
-        for number, check in enumerate(checks):
+        for number, check in enumerate(one for of in attached for one in of["records"]):
             fields = {name: check[name] for name in OF_CHECKS}
             self._writer.write("check", test=f"{self._of}{nodeid}", number=number, **fields)
 
     def _test(self, nodeid: str, **fields: Any) -> None:
         self._writer.write("test", id=f"{self._of}{nodeid}", **fields)
-
-
-def _attached(reports: Sequence[pytest.TestReport]) -> list[dict[str, Any]]:
-    found = (getattr(report, ATTRIBUTE, None) for report in reports)
-    return [one for one in found if one is not None]
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -343,3 +352,170 @@ def _reason(report: pytest.TestReport) -> str:
 
 def _first_line(text: str) -> str:
     return " ".join(text.strip().partition("\n")[0].split())[:LONGEST_REASON]
+
+
+# The table that ends every run: what was compared with one big batch, and what was not.
+
+DIFFER = "differ, as their tests expect"
+NARROWEST_COLUMN = 4
+NONE = "–"
+
+MOST_ROWS = 3
+"""If more steps than this cannot run for the same reason, they are listed together."""
+
+OUTCOMES = {"same": "same", "different": "DIFFER", "unknown": "UNKNOWN"}
+
+
+def write_lines(terminal: pytest.TerminalReporter, lines: Iterable[Line]) -> None:
+    """Print lines in colours, whatever the terminal can show."""
+    for line in lines:
+        # Pytest replaces sys.stdout while it captures, but writes to what it was before.
+        text = encodable(line.text, sys.__stdout__)
+        terminal.line(text, red=line.style is Style.BAD, yellow=line.style is Style.UNCERTAIN)
+
+
+def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator[Line]:
+    """The table, line by line: a row for each strategy or step, then the totals."""
+    not_planted = [record for record in results.records if not record.planted]
+    planted = [record for record in results.records if record.planted]
+    expected_same = [record for record in not_planted if record.expected == "same"]
+    names = sorted({record.strategy for record in expected_same})
+    never_ran = sorted({trial.strategy for trial in results.trials_not_run} - set(names))
+    width = max(map(len, [*names, *never_ran, DIFFER])) + 2
+    yield from _rows(results, expected_same, not_planted, never_ran, width)
+    yield from _expected_by_their_tests(not_planted, width)
+    yield from _known_differences([one for one in not_planted if one.known], width)
+    yield from _planted_faults(planted, width)
+    # Trials of strategies that ran on other layouts or lanes.
+    more = [one for one in results.trials_not_run if one.strategy not in never_ran]
+    for (lane, reason), count in Counter((one.lane, one.reason) for one in more).items():
+        text = f"NOT RUN: {count} more {plural(count, 'case')} on {lane}: {reason}"
+        yield Line(text, Style.UNCERTAIN)
+    if not_planted or not planted:
+        yield from _totals(results.compared)
+        for lane in results.lanes_missing(must_run):
+            text = f"--must-run {lane}: FAILED, nothing was compared on this lane"
+            yield Line(f"{text}{_what_it_needs(lane)}", Style.BAD)
+
+
+def _rows(
+    results: RunResults,
+    expected_same: Sequence[Record],
+    not_planted: Sequence[Record],
+    never_ran: Sequence[str],
+    width: int,
+) -> Iterator[Line]:
+    layouts = sorted({record.layout for record in not_planted}, key=_size)
+    names = sorted({record.strategy for record in expected_same})
+    counts = Counter((one.strategy, one.layout) for one in expected_same if one.was_compared)
+    rows = [(name, *(counts[name, layout] or NONE for layout in layouts)) for name in names]
+    blank = (" " * width, *(NONE for _ in layouts))
+    head, *lines, of_none = aligned([("", *layouts), *rows, blank], narrowest=NARROWEST_COLUMN)
+    if layouts and (names or never_ran):
+        yield Line(head)
+    for name, line in zip(names, lines, strict=True):
+        outcomes = Counter(one.outcome for one in expected_same if one.strategy == name)
+        state = ", ".join(f"{outcomes[one]} {OUTCOMES[one]}" for one in OUTCOMES if outcomes[one])
+        all_same = set(outcomes) == {"same"}
+        style = Style.PLAIN if all_same else Style.BAD
+        yield Line(f"{line}    {'same' if all_same else state}", style)
+    by_reason: dict[str, list[str]] = {}
+    for name in never_ran:
+        reasons = {trial.reason for trial in results.trials_not_run if trial.strategy == name}
+        by_reason.setdefault("; ".join(sorted(reasons)), []).append(name)
+    for reason, lacking in by_reason.items():
+        if len(lacking) > MOST_ROWS:
+            yield Line(f"NOT RUN: {reason}:", Style.UNCERTAIN)
+            yield from paragraph(", ".join(lacking), "  ")
+            continue
+        for name in lacking:
+            yield Line(f"{name}{of_none[len(name) :]}    NOT RUN: {reason}", Style.UNCERTAIN)
+
+
+def _size(name: str) -> tuple[int, int, str]:
+    layout = parse(name)
+    return layout.world_size, layout.nodes, name
+
+
+def _what_it_needs(lane: str) -> str:
+    """Says what this machine lacks for any case on the lane, as the end of a sentence."""
+    from ddp_equivalence.ranks.lanes import missing  # imports torch
+
+    reason = None if lane == "emulated" else missing(lane, 1)
+    return f", which {reason}" if reason else ""
+
+
+def _expected_by_their_tests(records: Sequence[Record], width: int) -> Iterator[Line]:
+    """Checks that came out different or unknown in tests that passed because they expect it."""
+    judged = [record for record in records if not record.known and record.expected != "same"]
+    differ = [record for record in judged if record.outcome == "different"]
+    if differ:
+        causes = ", ".join(sorted({record.cause or "no known cause" for record in differ}))
+        yield Line(f"{DIFFER:<{width}}{len(differ)} ({causes})")
+    if len(judged) > len(differ):
+        yield Line(f"{'unknown, as their tests expect':<{width}}{len(judged) - len(differ)}")
+
+
+def _known_differences(known: Sequence[Record], width: int) -> Iterator[Line]:
+    """Trials of the catalogue that are known to differ: how many do, and under which name."""
+    if not known:
+        return
+    differ = [record for record in known if record.outcome == "different"]
+    confirmed = sum(record.confirmed for record in known)
+    yield Line(
+        f"{'known differences':<{width}}{len(differ)} of {len(known)} differ, "
+        f"{confirmed} of {len(known)} under their known name"
+    )
+    causes = Counter(record.cause for record in differ)
+    names = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+    yield Line(f"{'':<{width}}{names}")
+
+
+def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
+    """The planted faults, which prove that the checks of the table could have failed."""
+    if not planted:
+        return
+    shown = [record for record in planted if record.outcome != "unknown"]
+    caught = [record for record in shown if record.outcome == "different"]
+    named = sum(record.planted in record.causes for record in caught)
+    rivals = sum(record.planted in record.causes[1:] for record in caught)
+    kinds = len({record.planted for record in shown})
+    note = f"{kinds} {plural(kinds, 'kind')}"
+    note += f"; {rivals} beside other causes that leave the same numbers" if rivals else ""
+    # Some are caught by bits that differ between ranks, however small the error.
+    ratios = [record.error / record.limit for record in caught if record.error and record.limit]
+    distances = [ratio for ratio in ratios if ratio > 1]
+    nearest = f", nearest {min(distances):.0e} limits away" if distances else ""
+    yield Line(
+        f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
+        f"named ({note}){nearest}"
+    )
+    cannot_show = UnknownBecause.PLANTED_FAULT_CANNOT_SHOW.value
+    hidden = sum(record.unknown_because == cannot_show for record in planted)
+    for count, text, style in (
+        (hidden, "more cannot show where they were planted, as their reports say", Style.PLAIN),
+        (len(planted) - len(shown) - hidden, "UNKNOWN", Style.BAD),
+        (len(shown) - len(caught), "MISSED", Style.BAD),
+    ):
+        if count:
+            yield Line(f"{'':<{width}}{count} {text}", style)
+
+
+def _totals(compared: Sequence[Record]) -> Iterator[Line]:
+    """How much was compared, by lane and in all."""
+    lanes = Counter(record.backend for record in compared)
+    for lane, count in sorted(lanes.items()):
+        reasons = Counter(record.lane_reason for record in compared if record.backend == lane)
+        ((reason, times),) = reasons.most_common(1)
+        mostly = "" if times == count else "mostly: "
+        note = f" ({mostly}{reason})" if reason else ""
+        yield Line(f"lane {lane}: {count} {plural(count, 'case')} compared{note}")
+    if not compared:
+        yield Line("NOTHING was compared with one big batch", Style.BAD)
+        return
+    ranks = sum(record.ranks for record in compared)
+    gradients = sum(record.parameters * record.ranks for record in compared)
+    yield Line(
+        f"{len(compared)} {plural(len(compared), 'case')} compared with one big batch: "
+        f"{gradients:,} gradients of parameters, on {ranks:,} ranks"
+    )

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.pytest_plugin.results import RunResults
-from ddp_equivalence.pytest_plugin.table import summary_lines, write_lines
+from ddp_equivalence.pytest_plugin.results import RunResults, summary_lines, write_lines
 from ddp_equivalence.ranks import lanes
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.gpu_room import SEVERAL
@@ -29,7 +28,7 @@ from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.nccl import Transport, transport
 from ddp_equivalence.report.machine import SHORT, Box, box_lines, this_box, title
 from ddp_equivalence.report.record import Record, versions
-from ddp_equivalence.report.text import Line, Style, plural
+from ddp_equivalence.report.text import Line, Style, aligned, plural
 from ddp_equivalence.strategies.trial import Trial
 
 LEFT_BY_A_WORKER = "ddp_equivalence_plan"
@@ -349,14 +348,12 @@ def gpu_lines(compared: Sequence[Record], gpus: Sequence[Gpu], devices: int) -> 
     if not ranks:
         return
     lanes_used = sorted({lane for counts in cases.values() for lane in counts})
-    width = max(len(HEADER), *map(len, cases)) + 2
-    head = "".join(f"{lane:>{len(lane) + 2}}" for lane in lanes_used)
-    yield Line(f"{HEADER:<{width}}{head}    ranks that ran on it")
-    for name, counts in cases.items():
-        cells = "".join(f"{counts[lane] or '–':>{len(lane) + 2}}" for lane in lanes_used)
+    rows = [(f"{name}  ", *(of[lane] or "–" for lane in lanes_used)) for name, of in cases.items()]
+    head, *lines = aligned([(f"{HEADER}  ", *lanes_used), *rows])
+    yield Line(f"{head}    ranks that ran on it")
+    for name, line in zip(cases, lines, strict=True):
         on_it = ", ".join(map(str, sorted(ranks[name]))) or "no case used it"
-        style = Style.PLAIN if ranks[name] else Style.UNCERTAIN
-        yield Line(f"{name:<{width}}{cells}    {on_it}", style)
+        yield Line(f"{line}    {on_it}", Style.PLAIN if ranks[name] else Style.UNCERTAIN)
     if not gpus and devices > len(cases):
         unknown = devices - len(cases)
         others = f"{unknown} other CUDA {plural(unknown, 'device')}"

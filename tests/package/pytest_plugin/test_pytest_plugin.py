@@ -53,6 +53,19 @@ def test_fails(equivalence):
     equivalence.assert_equivalent(CASE, wrong_step)
 """
 
+SLOW = (
+    THEIR_TEST.partition("CASE =")[0]
+    + """
+def sleeps(model, rows, rank):
+    import os, pathlib, time
+    pathlib.Path(f"pid{rank.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+def test_slow(equivalence):
+    equivalence.assert_equivalent(Case(model=build, batch=batch, loss=loss), sleeps)
+"""
+)
+
 ALONE = "def test_alone():\n    import sys\n    assert 'torch' not in sys.modules\n"
 
 
@@ -288,13 +301,7 @@ def test_a_wrong_marker_is_refused_before_anything_runs(
 
 
 def test_the_deadline_of_the_run_is_that_of_its_checks(their_repository: Path) -> None:
-    path = their_repository / "tests" / "test_slow.py"
-    path.write_text(
-        THEIR_TEST.partition("CASE =")[0]
-        + "def sleeps(model, rows, rank):\n    import time; time.sleep(60)\n\n"
-        + "def test_slow(equivalence):\n"
-        + "    equivalence.assert_equivalent(Case(model=build, batch=batch, loss=loss), sleeps)\n"
-    )
+    (their_repository / "tests" / "test_slow.py").write_text(SLOW)
     code, text = run(their_repository, "--ddp-deadline=1", "tests/test_slow.py")
     assert code == 1
     assert "RanksTimedOut" in text
@@ -315,17 +322,9 @@ def test_ranks_end_when_the_run_is_interrupted(their_repository: Path) -> None:
     import signal
     import time
 
-    path = their_repository / "tests" / "test_slow.py"
-    path.write_text(
-        THEIR_TEST.partition("CASE =")[0]
-        + "def sleeps(model, rows, rank):\n"
-        + "    import os, pathlib, time\n"
-        + f"    pathlib.Path({str(their_repository)!r}, f'pid{{rank.rank}}').write_text(\n"
-        + "        str(os.getpid()))\n"
-        + "    time.sleep(60)\n\n"
-        + "def test_slow(equivalence):\n"
-        + "    equivalence.assert_equivalent(Case(model=build, batch=batch, loss=loss), sleeps)\n"
-    )
+    folder = repr(str(their_repository))
+    slow = SLOW.replace('Path(f"pid', f'Path({folder}, f"pid')
+    (their_repository / "tests" / "test_slow.py").write_text(slow)
     process = subprocess.Popen(
         command("tests/test_slow.py"),
         cwd=their_repository,

@@ -30,7 +30,7 @@ from ddp_equivalence.ranks.gpus import Gpu, Gpus
 from ddp_equivalence.ranks.nccl import Transport
 from ddp_equivalence.report.machine import Box
 from ddp_equivalence.report.text import Style
-from tests.package.commands.test_command_line import A_FEW, ROOT
+from tests.package.commands.test_command_line import A_FEW, ROOT, run
 from tests.package.pytest_plugin.test_table import record
 
 # Few tests have every pair of values that the tests of a run have.
@@ -109,16 +109,9 @@ def test_tests_that_the_user_names_all_run(arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("words", [("--plan",), ("-n", "2", "--ddp-run-deadline", "0.001")])
 def test_a_run_says_how_many_it_has_selected(words: tuple[str, ...]) -> None:
     """Without tests: with workers, time is over before the first. They select the same ones."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_equivalence", "run", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    counts = COUNTS.search(done.stdout)
-    assert counts, done.stdout[-3000:]
+    _, text, _ = run("run", *words, folder=ROOT)
+    counts = COUNTS.search(text)
+    assert counts, text[-3000:]
     selected, of = (int(count.replace(",", "")) for count in counts.groups())
     assert of - selected == collected()[1]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.results import NotRun, RunResults
-from ddp_equivalence.pytest_plugin.table import summary_lines
+from ddp_equivalence.pytest_plugin.results import NotRun, RunResults, summary_lines
 from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.text import Style
 
