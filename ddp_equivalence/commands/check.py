@@ -18,7 +18,6 @@ from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.text import painted, require_writable_folder
 
 if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
     from ddp_equivalence.commands.user_file import UserCheck
     from ddp_equivalence.report.verdict import Verdict
 
@@ -28,14 +27,14 @@ EXPORT_OPTIONS = (
 )
 """Arguments of check() that the exported script takes too."""
 
+HELP = "check your own case and step"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "check",
-        help="check your own case and step",
-        description="Compare what your own training step leaves on every rank with one big batch. "
-        "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged.",
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Compare what your own training step leaves on every rank with one big batch. "
+        "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged."
     )
     parser.add_argument(
         "target",
@@ -131,7 +130,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge the case, or many variations of it with --explore, and print the report."""
     path, name = target(arguments.target)
     require_writable_folder("export_repro", arguments.export_repro)
-    _check_exploration(arguments)
+    count, in_process = arguments.explore, arguments.in_process
+    if count is not None and (count < 1 or in_process):
+        right = "left out with --in-process, which has no deadline"
+        raise BadCase("explore", count, right if in_process else "a number of cases from 1")
+    if count is not None and arguments.export_repro is not None:
+        right = "left out with --explore: export the case that it prints at its end"
+        raise BadCase("export_repro", str(arguments.export_repro), right)
     trial_seconds = arguments.trial_seconds
     if trial_seconds is None:
         trial_seconds = settings.current().trial_seconds
@@ -208,20 +213,6 @@ def _explore(arguments: argparse.Namespace, varied: UserCheck, given: dict[str, 
     if "different" in outcomes:
         return "different"
     return "same" if outcomes <= {"same", "refused"} and not search.stopped else "unknown"
-
-
-def _check_exploration(arguments: argparse.Namespace) -> None:
-    """Raises BadCase for a number of variations, or options, with which none can be explored."""
-    count = arguments.explore
-    if count is None:
-        return
-    if count < 1:
-        raise BadCase("explore", count, "a number of cases from 1")
-    if arguments.in_process:
-        raise BadCase("explore", count, "left out with --in-process, which has no deadline")
-    if arguments.export_repro is not None:
-        right = "left out with --explore: export the case that it prints at its end"
-        raise BadCase("export_repro", str(arguments.export_repro), right)
 
 
 def target(text: str) -> tuple[Path, str]:

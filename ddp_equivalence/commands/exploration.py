@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from random import Random
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +28,7 @@ from ddp_equivalence.commands.user_file import UserCheck
 from ddp_equivalence.measurement.request import lane_of
 from ddp_equivalence.ranks.failure import RanksTimedOut
 from ddp_equivalence.ranks.lanes import CannotRunHere
+from ddp_equivalence.report.verdict import Verdict
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import Trial, go_together
 from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
@@ -48,6 +49,15 @@ TIMED_OUT = "ranks timed out"
 MOST_TIMEOUTS = 3
 """A search stops after this many cases that time out, because each takes its whole deadline."""
 
+EXPLANATIONS = {
+    "same": "the gradients of one big batch",
+    "different": "not the big batch",
+    "failed": "the ranks failed: nothing was compared",
+    "unknown": "could not be judged",
+    "refused": "cannot be run, and was left out",
+}
+"""Outcome -> its meaning, in the order in which outcomes are reported."""
+
 Value = TypeVar("Value", bound=Hashable)
 Point = tuple[int, ...]
 """Of each field of a space, the number of its value."""
@@ -66,8 +76,7 @@ class Space(Generic[Value]):
 
     def at(self, point: Point) -> Value | None:
         """The value that is made of these numbers."""
-        chosen = zip(self.fields, point, strict=True)
-        return self.make(*(values[number] for values, number in chosen))
+        return self.make(*(values[n] for values, n in zip(self.fields, point, strict=True)))
 
     def draw(self, wanted: int, seed: str) -> dict[Value, tuple[Space[Value], Point]]:
         """``wanted`` different values, and where they are in this space; fewer if they are rare."""
@@ -145,24 +154,20 @@ class Search(Generic[Value]):
             self.stopped = "interrupted"
 
     def _judge_all(self, values: Iterable[Value]) -> None:
-        by_layout: dict[str, list[Value]] = {}
-        for value in values:
-            by_layout.setdefault(self.layout(value), []).append(value)
-        for name in sorted(by_layout, key=lambda one: (parse(one).world_size, one)):
+        timeouts = 0
+        by_layout = sorted(values, key=self.layout)
+        by_layout.sort(key=lambda value: parse(self.layout(value)).world_size)
+        for layout, of_layout in groupby(by_layout, self.layout):
             counts = Counter[str]()
-            for value in by_layout[name]:
-                self.judged[value] = self.judge(value)
-                counts[self.judged[value].outcome] += 1
-                if self.count(reason=TIMED_OUT) == MOST_TIMEOUTS:
+            for value in of_layout:
+                self.judged[value] = judged = self.judge(value)
+                counts[judged.outcome] += 1
+                timeouts += judged.reason == TIMED_OUT
+                if timeouts == MOST_TIMEOUTS:
                     self.stopped = f"stopped after {MOST_TIMEOUTS} cases that timed out"
                     return
             text = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-            print(f"  {name:<16}{counts.total():>5}    {text}", flush=True)
-
-    def count(self, **fields: str) -> int:
-        """The number of results with these fields."""
-        results = map(vars, self.judged.values())
-        return sum(all(one[name] == value for name, value in fields.items()) for one in results)
+            print(f"  {layout:<16}{counts.total():>5}    {text}", flush=True)
 
     def report(self) -> Iterator[str]:
         """A count of every outcome, and the report on each smallest case."""
@@ -170,12 +175,11 @@ class Search(Generic[Value]):
             results = [judged for judged in self.judged.values() if judged.outcome == outcome]
             if results:
                 yield f"{len(results):>5} {outcome:<10} {explanation}"
-                reasons = Counter(judged.reason for judged in results if judged.reason)
-                for reason, count in reasons.most_common():
-                    yield f"        {count:>5} {reason.splitlines()[0]}"
-                    example = next(one for one in results if one.reason == reason)
-                    if outcome == "unknown" and example.repeat:
-                        yield f"              such as {example.repeat}"
+            for reason, count in Counter(one.reason for one in results if one.reason).most_common():
+                yield f"        {count:>5} {reason.splitlines()[0]}"
+                example = next(one for one in results if one.reason == reason)
+                if outcome == "unknown" and example.repeat:
+                    yield f"              such as {example.repeat}"
         if self.stopped:
             yield f"  {self.stopped}: some cases were not tried"
         for value, judged in self.smallest:
@@ -183,13 +187,24 @@ class Search(Generic[Value]):
             yield judged.report.rstrip()
 
 
-EXPLANATIONS = {
-    "same": "the gradients of one big batch",
-    "different": "not the big batch",
-    "failed": "the ranks failed: nothing was compared",
-    "unknown": "could not be judged",
-    "refused": "cannot be run, and was left out",
-}
+def _judged(verdict: Verdict, wrong: str, outcome: str = "", reason: str = "") -> Judged:
+    """The result of a value with this verdict. ``outcome``, ``reason``: "" for those it has."""
+    return Judged(
+        outcome or verdict.outcome,
+        reason or verdict.cause or verdict.reason,
+        wrong,
+        verdict.repeat,
+        str(verdict) if wrong else "",
+    )
+
+
+def _layout_suits(step: object, layout: str) -> bool:
+    """A strategy of one process needs one node, and more than one replica: with a single replica it
+    would only call the module.
+    """
+    strategy, ranks = STRATEGIES.get(step) if isinstance(step, str) else None, parse(layout)
+    one_process = strategy is not None and strategy.one_process
+    return not one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
 
 # Random trials of the suite, far more than the catalogue contains.
@@ -242,13 +257,11 @@ def run_trial(trial: Trial) -> Judged:
     cannot tell.
     """
     verdict = check(trial.case, trial.strategy, **trial.options)
-    expected = ("same", None) if trial.cause is None else ("different", trial.cause)
-    wrong = ""
-    if verdict.outcome != "unknown" and (verdict.outcome, verdict.cause) != expected:
-        what = "a false alarm" if trial.cause is None else f"not called {trial.cause}"
-        wrong = f"{what}, of {trial.strategy}"
-    reason = verdict.cause or verdict.reason
-    return Judged(verdict.outcome, reason, wrong, verdict.repeat, str(verdict) if wrong else "")
+    is_right = verdict.outcome == ("same" if trial.cause is None else "different")
+    is_right = is_right and verdict.cause == trial.cause
+    kind = "a false alarm" if trial.cause is None else f"not called {trial.cause}"
+    wrong = not is_right and verdict.outcome != "unknown"
+    return _judged(verdict, f"{kind}, of {trial.strategy}" if wrong else "")
 
 
 def closing_line(search: Search[Trial]) -> str:
@@ -276,54 +289,44 @@ def random_trials(strategy: str, promised: bool) -> Space[Trial]:
     """Trials of this strategy that can run on this machine, and on which the big batch is promised,
     or is not.
     """
-    of, some_in_turn = STRATEGIES[strategy], STRATEGIES[strategy].runs_forward_in_turn
-    models = [
-        name
-        for name, one in MODELS.items()
-        # A strategy that runs forward in turn may happen to draw the masks of the big batch.
-        if not one.only_exact and not (one.draws_random_numbers and some_in_turn)
-    ]
+    of = STRATEGIES[strategy]
 
     def make(
-        layout: str,
-        model: str,
-        loss: str,
-        shards: str,
-        examples: int,
-        steps: int | str,
-        compare: Compare,
-        dtype: torch.dtype,
-        seed: int,
+        pair: tuple[str, str], layout: str, shards: str, examples: int, steps: Any, *others: Any
     ) -> Trial | None:
+        model, loss, (compare, dtype, seed) = MODELS[pair[0]], LOSSES[pair[1]], others
         # A statistic of few examples is none, and the root of one is no root. What couples examples
         # gets equal shards, so that only one thing differs.
-        of_few = LOSSES[loss].batch_coupled == "statistic_not_additive"
-        coupled = bool(MODELS[model].batch_coupled) or of_few
-        is_even, world_size = shards in EVEN_SHARDS, parse(layout).world_size
-        unit = world_size if is_even else 1
-        if coupled and of.accumulates:
-            unit *= MICRO_BATCHES
+        coupled = bool(model.batch_coupled) or loss.batch_coupled == "statistic_not_additive"
+        unit = parse(layout).world_size if shards in EVEN_SHARDS else 1
+        unit *= MICRO_BATCHES if coupled and of.accumulates else 1
         least = max(2 * unit if coupled else unit, -(-LEAST_EXAMPLES // unit) * unit)
         examples -= examples % unit
         if (
             examples < least
-            or not go_together(MODELS[model], LOSSES[loss])
             or (coupled and shards != "equal")
-            or (shards == "no_valid_token" and LOSSES[loss].output != "tokens")
+            or (shards == "no_valid_token" and loss.output != "tokens")
             or (steps == SHORTER_LAST and (coupled or examples == least))
         ):
             return None
-        by_step: Steps = (examples, least) if isinstance(steps, str) else steps
+        by_step: Steps = (examples, least) if steps == SHORTER_LAST else steps
         of_case = {"layout": layout, "shards": shards, "examples": examples, "dtype": dtype}
-        case = Case(model=model, loss=loss, seed=seed, **of_case)  # type: ignore[arg-type]
-        on_gpu = MODELS[model].draws_random_numbers and _computes_on_gpus(case, strategy)
+        case = Case(model=model.name, loss=loss.name, seed=seed, **of_case)
+        on_gpu = model.draws_random_numbers and _computes_on_gpus(case, strategy)
         trial = Trial(case, strategy, steps=by_step, compare=compare, on_gpu=on_gpu)
         return trial if _shows(trial, promised) else None
 
+    pairs = [
+        (name, loss)
+        for (name, model), loss in product(MODELS.items(), LOSSES)
+        if not model.only_exact and go_together(model, LOSSES[loss])
+        # A strategy that runs forward in turn may happen to draw the masks of the big batch.
+        if not (model.draws_random_numbers and of.runs_forward_in_turn)
+    ]
     layouts = [name for name in LAYOUTS if _layout_suits(strategy, name)]
     steps = (1, 2, 3, SHORTER_LAST)
     of_batch = (list(NAMED_SIZES), EXAMPLES, steps)
-    return Space((layouts, models, list(LOSSES), *of_batch, COMPARES, DTYPES, SEEDS), make)
+    return Space((pairs, layouts, *of_batch, COMPARES, DTYPES, SEEDS), make)
 
 
 def _shows(trial: Trial, promised: bool) -> bool:
@@ -340,15 +343,6 @@ def _shows(trial: Trial, promised: bool) -> bool:
     with_data = indices[:-1] if case.shards == "no_valid_token" else indices
     several_updates = trial.compare == "update" and trial.steps != 1
     return sum(map(bool, with_data)) > 1 and not several_updates
-
-
-def _layout_suits(step: object, layout: str) -> bool:
-    """A strategy of one process needs one node, and more than one replica: with a single replica it
-    would only call the module.
-    """
-    strategy, ranks = STRATEGIES.get(step) if isinstance(step, str) else None, parse(layout)
-    one_process = strategy is not None and strategy.one_process
-    return not one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
 
 def _computes_on_gpus(case: Case, strategy: str) -> bool:
@@ -423,28 +417,27 @@ def variations(user_check: UserCheck, given: Mapping[str, Any]) -> Space[Variati
         if _layout_suits(user_check.step, name)
     ]
 
-    def make(
-        of_shards: str, layout: str, each: int, of_steps: Steps, dtype: Any, seed: int
-    ) -> Variation | None:
+    def make(of_shards: str, layout: str, each: int, *others: Any) -> Variation | None:
         """``each``: the examples of one step, as far as nothing else decides on them."""
+        (of_steps, dtype, seed), ranks = others, parse(layout).world_size
         batches = of_steps if by_position and isinstance(of_steps, int) else 1
-        ranks = parse(layout).world_size
         try:
             sizes = explicit_sizes(of_shards, ranks)
-        except BadCase:  # they are those of another number of ranks
+            if takes_all:
+                each = available // batches if available % batches == 0 else 0
+            elif sizes is not None:
+                each = sum(sizes)
+            elif of_shards in EVEN_SHARDS:
+                each -= each % ranks
+            is_tried = shards is None or ("+" in shards and isinstance(of_steps, int))
+            dealt = split(of_shards, each, ranks).sizes if is_tried else ()
+        except BadCase:  # they are those of another number of ranks, or of examples
             return None
-        if takes_all:
-            each = available // batches
-            is_other = sizes is not None and isinstance(of_steps, int) and sum(sizes) != each
-            if is_other or available % batches:
-                return None
-        elif sizes is not None:
-            each = sum(sizes)
-        elif of_shards in EVEN_SHARDS:
-            each -= each % ranks
         if not 0 < each * batches <= available:
             return None
-        if shards is None and not _fit(of_shards, each, ranks):
+        # The shards must be what their name says. On one rank all are alike, and one is enough.
+        alike = ranks == 1 and of_shards != "equal"
+        if shards is None and (alike or dealt.count(0) != (of_shards == "empty")):
             return None
         taken = examples if takes_all else each * batches
         return Variation(layout, of_shards, taken, dtype, seed, of_steps)
@@ -459,15 +452,6 @@ def variations(user_check: UserCheck, given: Mapping[str, Any]) -> Space[Variati
     }
     held = {name: [given[name]] for name in ("layout", "dtype", "seed") if name in given}
     return Space(list((fields | held).values()), make)
-
-
-def _fit(shards: str, examples: int, ranks: int) -> bool:
-    """True if the shards are what their name says. On one rank all are alike, and one is enough."""
-    if ranks == 1:
-        return shards == "equal"
-    if shards in EVEN_SHARDS:
-        return examples % ranks == 0
-    return NAMED_SIZES[shards](examples, ranks).count(0) == (shards == "empty")
 
 
 def search_variations(
@@ -492,16 +476,13 @@ def search_variations(
             except BadCase as error:
                 refused.append(error)
                 return Judged("refused", str(error))
-        reason, outcome, failure = verdict.cause or verdict.reason, verdict.outcome, verdict.failure
-        wrong = "" if outcome == "same" else outcome
-        if failure is None:
-            return Judged(outcome, reason, wrong, verdict.repeat, str(verdict) if wrong else "")
-        reason = TIMED_OUT
-        if not isinstance(failure, RanksTimedOut):
+        if verdict.failure is None:
+            return _judged(verdict, "" if verdict.outcome == "same" else verdict.outcome)
+        reason, ends = verdict.reason, verdict.failure.ends
+        if ends and not isinstance(verdict.failure, RanksTimedOut):
             # The kind of the error, in words that are the same for every case that raises it.
-            what = failure.ends[0].what.partition(":")[0] if failure.ends else ""
-            reason = f"{verdict.reason}: {what}" if what else verdict.reason
-        return Judged("failed", reason, f"failed ({reason})", verdict.repeat, str(verdict))
+            reason += f": {ends[0].what.partition(':')[0]}"
+        return _judged(verdict, f"failed ({reason})", "failed", reason)
 
     search = Search[Variation](lambda one: one.layout, judge)
     drawn = space.draw(wanted, "0")
@@ -512,6 +493,6 @@ def search_variations(
         raise BadCase("explore", wanted, right)
     print(f"{len(drawn)} variations of {case}", flush=True)
     search.try_all(drawn)
-    if refused and search.count(outcome="refused") == len(search.judged):
+    if refused and {one.outcome for one in search.judged.values()} == {"refused"}:
         raise refused[0]
     return search

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
 from ddp_equivalence.commands.output import write_json
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.text import require_writable_file
 
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
+HELP = "try random cases of the suite itself"
 
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "explore",
-        help="try random cases of the suite itself",
-        description="Try random cases on which the suite promises the big batch. For each kind of "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Try random cases on which the suite promises the big batch. For each kind of "
         "false alarm, print the smallest case that shows it. Exit code 0: the suite judged every "
-        "case rightly or could not tell, 1: it judged some wrongly.",
+        "case rightly or could not tell, 1: it judged some wrongly."
     )
     for name, default, text in (
         ("--right", 2000, "try N cases on which the big batch is promised"),

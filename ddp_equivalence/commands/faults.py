@@ -12,33 +12,32 @@ from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDG
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
     from ddp_equivalence.commands.planting import FaultResult
 
+HELP = "break training in every known way, and see each caught and named"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    faults = commands.add_parser(
-        "faults",
-        help="break training in every known way, and see each caught and named",
-        description="Plant known faults in real strategies on real ranks, and print which are "
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Plant known faults in real strategies on real ranks, and print which are "
         "caught and named, and whether the report on a step of one's own points at the right line. "
-        " Exit code 0: all are caught and named, and all "
-        "lines are right; 1: some are not; 3: none can show.",
+        "Exit code 0: all are caught and named, and all lines are right; 1: some are not; 3: none "
+        "can show."
     )
-    faults.add_argument("names", nargs="*", metavar="NAME", help="plant these faults only")
-    faults.add_argument(
+    parser.add_argument("names", nargs="*", metavar="NAME", help="plant these faults only")
+    parser.add_argument(
         "--list", action="store_true", help="only list the faults, and what each of them breaks"
     )
-    faults.add_argument(
+    parser.add_argument(
         "--layout", action="append", help="plant faults on this layout only; may be repeated"
     )
-    faults.add_argument(
+    parser.add_argument(
         "--every",
         action="store_true",
         help="plant each fault with every model, loss and dtype on every layout; takes minutes",
     )
-    faults.add_argument(
+    parser.add_argument(
         "--sensitivity",
         action="store_true",
         help="instead, print for each dtype the smallest wrong factor on all gradients and the "
@@ -92,8 +91,8 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
         for result in planting.run_fault_trials(trials):
             results.append(result)
             if sys.stderr.isatty():  # one line, which is overwritten
-                name = result.fault_trial.fault.name
-                print(f"\r{len(results)} of {len(trials)}  {name:<40}", end="", file=sys.stderr)
+                done = f"{len(results)} of {len(trials)}  {result.fault:<40}"
+                print(f"\r{done}", end="", file=sys.stderr)
         lines = lines_right(dict.fromkeys(trial.fault.name for trial in trials))
     except KeyboardInterrupt:
         interrupted = True

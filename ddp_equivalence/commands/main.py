@@ -36,8 +36,8 @@ def _run(command_line: Sequence[str] | None) -> int:
         description="Does data-parallel training compute the gradients of one big batch?",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS.values():
-        command.add(commands)
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.help))
     arguments, rest = parser.parse_known_args(command_line)
     if arguments.command in ("record", "matrix"):  # argparse takes no paths after the options
         arguments.paths += [word for word in rest if not word.startswith("-")]

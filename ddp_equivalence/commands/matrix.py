@@ -34,23 +34,23 @@ from ddp_equivalence.commands.exit_codes import (
 from ddp_equivalence.commands.output import SECONDS_TO_END, exit_code_of
 from ddp_equivalence.commands.record import add_checks, asked
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
-from ddp_equivalence.gate.record import standard_name
+from ddp_equivalence.gate.record import NAME as NAME_OF_RECORD
+from ddp_equivalence.gate.record import read_record, standard_name
 from ddp_equivalence.report.text import painted, plural, require_writable_folder
 
 if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
     from ddp_equivalence.gate.judge import Judgement, Policy
 
+HELP = "record under several versions, and say what has changed between them"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "matrix",
-        help="record under several versions, and say what has changed between them",
-        description="Make an environment for each of several versions, one after the other, record "
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Make an environment for each of several versions, one after the other, record "
         "your checks in each, and hold neighbours against each other. Finished records are kept, "
         "so that the same command goes on where it was interrupted. Exit code 0: green, 1: red, 2: "
-        "bad input, 3: an environment could not be made or a run was cut off, 4: yellow.",
+        "bad input, 3: an environment could not be made or a run was cut off, 4: yellow."
     )
     parser.add_argument(
         "--with",
@@ -338,7 +338,6 @@ class Matrix:
 
     def _judged(self, before: Wanted, after: Wanted) -> Judgement:
         from ddp_equivalence.gate.judge import judge
-        from ddp_equivalence.gate.record import read_record
 
         old, new = (read_record(self._out / one.name) for one in (before, after))
         return judge(old, new, self._policy, datetime.date.today())
@@ -352,18 +351,16 @@ class Matrix:
 
     def _is_recorded(self, one: Wanted) -> bool:
         """It is recorded, whole, and of what is asked for now."""
-        from ddp_equivalence.gate.record import read_record
-
         try:
             found = read_record(self._out / one.name)
-            made_as = json.loads(self._made_as(one).read_text())
+            made_as = json.loads(self._beside(one, "made_as.json").read_text())
         except (BadCase, OSError, ValueError):
             return False
         whole = found.end is not None and found.facts.get("asked") == self._asked
         return whole and made_as == self._how(one)
 
-    def _made_as(self, one: Wanted) -> Path:
-        return self._out / f"{one.name}.made_as.json"
+    def _beside(self, one: Wanted, ending: str) -> Path:
+        return self._out / f"{one.name}.{ending}"
 
     def _how(self, one: Wanted) -> dict[str, Any]:
         """All that decides what an environment holds, beside its name."""
@@ -406,7 +403,7 @@ class Matrix:
 
     def _run(self, one: Wanted, python: str) -> None:
         given = self._arguments
-        folder, log = self._out / one.name, self._out / f"{one.name}.txt"
+        folder, log = self._out / one.name, self._beside(one, "txt")
         self._clear(folder)
         self._out.mkdir(parents=True, exist_ok=True)
         words = [
@@ -424,30 +421,26 @@ class Matrix:
         seconds = time.monotonic() - started
         says = {SAME: "everything passed", DIFFERENT: "something failed"}
         print(f"{one.name}: {says.get(code, 'cut off')} in {seconds:.0f} s ({log})", flush=True)
-        self._made_as(one).write_text(json.dumps(self._how(one)))
+        self._beside(one, "made_as.json").write_text(json.dumps(self._how(one)))
         if not self._is_recorded(one):
             printed = log.read_text(errors="replace").strip().splitlines()
             self._failed[one.name] = "\n".join(printed[-LAST_LINES:])
         elif wrong := self._other_versions(one):
             self._failed[one.name] = wrong
-            self._made_as(one).unlink()
+            self._beside(one, "made_as.json").unlink()
 
     def _clear(self, folder: Path) -> None:
         """Delete what an interrupted run has left, and nothing else."""
-        from ddp_equivalence.gate.record import NAME as RECORD
-
         if not folder.exists():
             return
         inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["a file"]
-        if set(inside) - {RECORD}:
+        if set(inside) - {NAME_OF_RECORD}:
             right = f"a folder with no {folder.name} in it, or one that holds a record alone"
             raise BadCase("out", str(self._out), right)
         shutil.rmtree(folder)
 
     def _other_versions(self, one: Wanted) -> str:
         """Says which version ran although another one was asked for; "" if none did."""
-        from ddp_equivalence.gate.record import read_record
-
         environment = read_record(self._out / one.name).environment
         found = environment["packages"]
         wrong = [

@@ -5,26 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
 from ddp_equivalence.observed_scripts.options import ObserveOptions, add_options
 from ddp_equivalence.report.text import painted, require_writable_file
 
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
+HELP = "run a training script as it is, and replay it as one big batch"
 
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "observe",
-        help="run a training script as it is, and replay it as one big batch",
-        description="Run a training command on its ranks and record its first optimizer steps. "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Run a training command on its ranks and record its first optimizer steps. "
         "Then let the same script compute these steps in one process, from the same weights, on "
         "the rows that all ranks read, and compare the gradients. "
-        "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged.",
+        "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged."
     )
     parser.add_argument(
         "training",

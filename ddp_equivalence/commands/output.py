@@ -210,14 +210,6 @@ def write_json(field: str, path: Path | None, content: object) -> None:
         raise BadCase(field, str(path), f"a file that can be written; {error.strerror}") from error
 
 
-def columns(rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """The lines of a table whose first column is text and whose others are numbers."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (f"{cell!s:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        yield "   ".join([f"{first!s:<{widths[0]}}", *cells])
-
-
 # Bad input on the command line.
 
 

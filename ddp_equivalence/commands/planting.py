@@ -15,12 +15,12 @@ from torch import nn
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.checking.check import check
-from ddp_equivalence.commands.output import columns
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks import Rank
+from ddp_equivalence.report.text import aligned
 from ddp_equivalence.report.verdict import Verdict
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 
@@ -43,7 +43,7 @@ class FaultResult:
     be repeated.
     """
 
-    fault_trial: FaultTrial
+    fault: str
     outcome: Outcome
     causes: tuple[str, ...]
     distance: float
@@ -67,30 +67,18 @@ def run_fault_trials(fault_trials: Sequence[FaultTrial]) -> Iterator[FaultResult
 
 def result_of(fault_trial: FaultTrial, verdict: Verdict) -> FaultResult:
     """Say whether the verdict caught the planted fault, and under which name."""
-    findings = [finding for finding in verdict.findings if finding.accepted]
-    causes = tuple(cause for finding in findings for cause in finding.causes)
-    distance = 0.0
-    if verdict.outcome == "different" and verdict.error is not None and verdict.limit:
-        distance = verdict.error / verdict.limit
-    return FaultResult(
-        fault_trial,
-        _outcome(fault_trial, verdict, causes),
-        causes,
-        distance,
-        verdict.seconds,
-        f"{verdict.subject} on {fault_trial.trial.case}",
-    )
-
-
-def _outcome(fault_trial: FaultTrial, verdict: Verdict, causes: Sequence[str]) -> Outcome:
-    name, because = fault_trial.fault.name, verdict.unknown_because
+    name, because, distance = fault_trial.fault.name, verdict.unknown_because, 0.0
+    causes = tuple(cause for one in verdict.findings if one.accepted for cause in one.causes)
+    outcome: Outcome = "missed"
     if verdict.outcome == "different":
-        if name not in causes:
-            return "misnamed"
-        return "named" if name == causes[0] else "among"
-    if fault_trial.why_it_cannot_show and because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW:
-        return "cannot_show"
-    return "never_fired" if because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED else "missed"
+        distance = (verdict.error or 0.0) / verdict.limit if verdict.limit else 0.0
+        outcome = "named" if name in causes[:1] else "among" if name in causes else "misnamed"
+    elif fault_trial.why_it_cannot_show and because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW:
+        outcome = "cannot_show"
+    elif because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED:
+        outcome = "never_fired"
+    checked = f"{verdict.subject} on {fault_trial.trial.case}"
+    return FaultResult(name, outcome, causes, distance, verdict.seconds, checked)
 
 
 HEAD = (
@@ -108,18 +96,18 @@ def table_lines(results: Sequence[FaultResult], lines: Mapping[str, bool]) -> It
     caught fault, in multiples of its limit.
     """
     rows: list[Sequence[object]] = [HEAD]
-    for name in dict.fromkeys(result.fault_trial.fault.name for result in results):
-        of_fault = [result for result in results if result.fault_trial.fault.name == name]
+    for name in dict.fromkeys(result.fault for result in results):
+        of_fault = [result for result in results if result.fault == name]
         rows.append(_row(name, of_fault, {True: "yes", False: "no", None: "-"}[lines.get(name)]))
     rows.append(_row("all", results, f"{sum(lines.values())} of {len(lines)}"))
-    yield from columns(rows)
+    yield from aligned(rows, gap=3)
     slowest = max((result.seconds for result in results), default=0.0)
     yield f"slowest from the call to the verdict: {slowest:.1f} s"
     for result in results:
         if not result.as_expected:
             outcome = result.outcome.replace("_", " ").upper()
             called = f", called {', '.join(result.causes)}" if result.causes else ""
-            yield f"{outcome}: {result.fault_trial.fault.name} in {result.checked}{called}"
+            yield f"{outcome}: {result.fault} in {result.checked}{called}"
     for name, is_right in lines.items():
         if not is_right:
             yield f"LINE NOT RIGHT: {name} in a step of one's own"

@@ -13,31 +13,28 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.output import exit_code_of
 from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, cache_folder, suite_folder
+from ddp_equivalence.gate.record import NAME, OF_SUITE, SCHEMA, Recorded, RecordWriter
 from ddp_equivalence.report.text import require_writable_folder
-
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
-    from ddp_equivalence.gate.record import Recorded, RecordWriter
 
 NOTHING_COLLECTED = 5
 """Pytest's exit code where there is no test."""
 
+HELP = "write down what the suite and your own checks show here, for `gate`"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "record",
-        help="write down what the suite and your own checks show here, for `gate`",
-        description="Run the suite and your own checks, and write a record of verdicts, errors, "
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Run the suite and your own checks, and write a record of verdicts, errors, "
         "digests of gradients, times, defaults and versions. `ddp-equivalence gate OLD NEW` holds "
         "one record against another. Exit code 0: everything passed, 1: something failed, 2: bad "
-        "input, 3: the run was cut off.",
+        "input, 3: the run was cut off."
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; must not exist")
     parser.add_argument(
@@ -95,8 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.suite or every):
         raise BadCase("PATH", "", "checks of your own beside --no-suite, or the suite")
     paths = [given(text) for text in arguments.paths]
-    from ddp_equivalence.gate.record import NAME, RecordWriter
-
     out.mkdir(parents=True)
     path = (out / NAME).resolve()
     started = time.monotonic()
@@ -150,7 +145,6 @@ def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[
 def _runs(arguments: argparse.Namespace, paths: Sequence[Given], record: Path) -> Iterator[int]:
     """Run the suite, the user's tests, and all that is given to pytest. Yields the exit codes."""
     from ddp_equivalence.commands.given_checks import variable
-    from ddp_equivalence.gate.record import OF_SUITE
 
     common = ["-n", arguments.n] if arguments.n != "0" else []
     common += ["-k", arguments.k] if arguments.k else []
@@ -173,7 +167,6 @@ def _runs(arguments: argparse.Namespace, paths: Sequence[Given], record: Path) -
 
 
 def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
-    from ddp_equivalence.gate.record import SCHEMA
     from ddp_equivalence.gate.surroundings import defaults, source_digest, surroundings
 
     writer.write(

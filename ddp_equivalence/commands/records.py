@@ -9,29 +9,33 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_LEVEL, SAME
 from ddp_equivalence.commands.record import record_again
 from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, suite_folder
+from ddp_equivalence.gate.receipt import (
+    KEY_VARIABLE,
+    Wanted,
+    read_receipt,
+    refusals,
+    write_receipt,
+)
+from ddp_equivalence.gate.record import read_record
 from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.report.text import painted, require_writable_file
 
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
-
 # ``gate``: hold one record against another, red or green with reasons.
 
+GATE = "hold a record against another one: red or green, with reasons"
 
-def add_gate(commands: Commands) -> None:
-    """Add the parser of ``gate``."""
-    parser = commands.add_parser(
-        "gate",
-        help="hold a record against another one: red or green, with reasons",
-        description="Say what has changed between two records of `ddp-equivalence record`, such as "
+
+def add_gate(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command ``gate``."""
+    parser.description = (
+        "Say what has changed between two records of `ddp-equivalence record`, such as "
         "under two versions of torch, and whether that is red, yellow or information. Exit code "
-        "0: green, 1: red, 2: bad input, 4: yellow, and nothing is red.",
+        "0: green, 1: red, 2: bad input, 4: yellow, and nothing is red."
     )
     parser.add_argument(
         "records",
@@ -85,7 +89,6 @@ def run_gate(arguments: argparse.Namespace) -> int:
     """Print the findings. Raises BadCase for what is no record, or no policy."""
     from ddp_equivalence.gate import outputs
     from ddp_equivalence.gate.judge import judge, read_policy
-    from ddp_equivalence.gate.record import read_record
 
     writers = {
         "markdown": outputs.write_markdown,
@@ -117,15 +120,15 @@ def run_gate(arguments: argparse.Namespace) -> int:
 
 # ``report``: a page about one or several records.
 
+REPORT = "write a page about records: what was compared, what fails, what has changed"
 
-def add_report(commands: Commands) -> None:
-    """Add the parser of ``report``."""
-    parser = commands.add_parser(
-        "report",
-        help="write a page about records: what was compared, what fails, what has changed",
-        description="Write one HTML file, which needs no network: what was compared, the report of "
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command ``report``."""
+    parser.description = (
+        "Write one HTML file, which needs no network: what was compared, the report of "
         "every check that is not as expected, with shares and errors, and what has changed from "
-        "each record to the next.",
+        "each record to the next."
     )
     parser.add_argument(
         "records", metavar="RECORD", nargs="+", type=Path, help="records, the oldest first"
@@ -140,7 +143,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write the page. Raises BadCase for what is no record."""
     from ddp_equivalence.gate.judge import read_policy
     from ddp_equivalence.gate.page import write_page
-    from ddp_equivalence.gate.record import read_record
 
     require_writable_file("html", arguments.html)
     policy = read_policy(arguments.policy)
@@ -152,15 +154,15 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 # ``receipt``: a small file about a run on GPUs, for a job that has none.
 
+RECEIPT = "write a small file about a recorded run, which a job without GPUs can verify"
 
-def add_receipt(commands: Commands) -> None:
-    """Add the parser of ``receipt``."""
-    parser = commands.add_parser(
-        "receipt",
-        help="write a small file about a recorded run, which a job without GPUs can verify",
-        description="Write what a recorded run of the suite has shown, and where, to a small file. "
+
+def add_receipt(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command ``receipt``."""
+    parser.description = (
+        "Write what a recorded run of the suite has shown, and where, to a small file. "
         "`ddp-equivalence verify-receipt` verifies it. With a secret in "
-        "DDP_EQUIVALENCE_RECEIPT_KEY, the file is signed.",
+        "DDP_EQUIVALENCE_RECEIPT_KEY, the file is signed."
     )
     parser.add_argument("record", metavar="RECORD", type=Path, help="of `ddp-equivalence record`")
     parser.add_argument(
@@ -174,9 +176,6 @@ def add_receipt(commands: Commands) -> None:
 
 def run_receipt(arguments: argparse.Namespace) -> int:
     """Write the file. Raises BadCase for what is no record, or one that was cut off."""
-    from ddp_equivalence.gate.receipt import KEY_VARIABLE, write_receipt
-    from ddp_equivalence.gate.record import read_record
-
     require_writable_file("out", arguments.out)
     key = os.environ.get(KEY_VARIABLE, "")
     write_receipt(read_record(arguments.record), arguments.out, key)
@@ -186,15 +185,15 @@ def run_receipt(arguments: argparse.Namespace) -> int:
 
 # ``verify-receipt``: has the suite passed on GPUs, with the code that is here?
 
+VERIFY_RECEIPT = "verify the receipt of a run on GPUs, without a GPU"
 
-def add_verify_receipt(commands: Commands) -> None:
-    """Add the parser of ``verify-receipt``."""
-    parser = commands.add_parser(
-        "verify-receipt",
-        help="verify the receipt of a run on GPUs, without a GPU",
-        description="Say whether a receipt shows that the suite which is installed here has passed "
+
+def add_verify_receipt(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command ``verify-receipt``."""
+    parser.description = (
+        "Say whether a receipt shows that the suite which is installed here has passed "
         "on another machine. Exit code 0: it does, 1: it is refused, with the reasons, 2: bad "
-        "input.",
+        "input."
     )
     parser.add_argument("receipt", metavar="RECEIPT", type=Path)
     parser.add_argument(
@@ -215,7 +214,6 @@ def add_verify_receipt(commands: Commands) -> None:
 
 def run_verify_receipt(arguments: argparse.Namespace) -> int:
     """Print the verdict. Raises BadCase for what is no receipt."""
-    from ddp_equivalence.gate.receipt import KEY_VARIABLE, Wanted, read_receipt, refusals
     from ddp_equivalence.gate.surroundings import source_digest
 
     if not arguments.max_age > 0:

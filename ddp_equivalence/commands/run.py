@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.suite_folder import (
@@ -19,25 +19,22 @@ from ddp_equivalence.commands.suite_folder import (
 from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.report.text import require_writable_file, require_writable_folder
 
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
-
 EVERY_GPU_LANE = "gpu"
 """The value of ``--must-run`` that stands for several lanes."""
 
 OF_THE_CHECKOUT = Path("docs", "records")
 """Where ``--record`` without a folder writes: in the checkout, wherever it is called."""
 
+HELP = "run the suite on this machine and print the table"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "run",
-        help="run the suite on this machine and print the table",
-        description="Run the suite on this machine and print what was compared with one big batch. "
-        "Every other argument goes to pytest, such as -k ddp_mean, -n 2 or -x.",
-        allow_abbrev=False,
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Run the suite on this machine and print what was compared with one big batch. "
+        "Every other argument goes to pytest, such as -k ddp_mean, -n 2 or -x."
     )
+    parser.allow_abbrev = False
     parser.add_argument(
         "--all",
         action="store_true",
@@ -105,14 +102,13 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *of_pytest])
 
 
-def _must_run(given: Sequence[str]) -> list[str]:
-    """The lanes that ``--must-run`` requires."""
-    gpu_lanes = list(_gpu_lanes()) if EVERY_GPU_LANE in given else []
-    return [*gpu_lanes, *(name for name in given if name != EVERY_GPU_LANE)]
-
-
-def _gpu_lanes() -> Iterator[str]:
-    """The lanes on GPUs on which this machine can run cases of the catalogue; always NCCL."""
+def _must_run(given: Sequence[str]) -> Iterator[str]:
+    """The lanes that ``--must-run`` requires: those that it names, and for ``gpu`` NCCL, and the
+    lanes on GPUs on which this machine can run cases of the catalogue.
+    """
+    yield from (name for name in given if name != EVERY_GPU_LANE)
+    if EVERY_GPU_LANE not in given:
+        return
     from ddp_equivalence.ranks.lanes import missing
     from ddp_equivalence.strategies.catalogue import world_sizes
 

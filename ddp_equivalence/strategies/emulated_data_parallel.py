@@ -2,7 +2,7 @@
 
 On the CPU, and with one device, nn.DataParallel itself only calls the module. This emulation does
 in one process what nn.DataParallel does on several GPUs: every replica has its own copy of the
-weights, and its gradients are added to those of the model.
+weights, and its gradients are added up.
 """
 
 from __future__ import annotations
@@ -17,57 +17,47 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddp_equivalence.case.batch import concatenate, take
-from ddp_equivalence.case.batch_tree import map_tensors
+from ddp_equivalence.case.batch_tree import map_tensors, tensors_of
 from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-class Replicas(nn.Module):
-    """Scatters its inputs, runs one replica of the model on each part, and gathers the outputs.
+class EmulatedDataParallel(nn.Module):
+    """Takes the place of ``nn.DataParallel(module)`` on ``gpus`` GPUs, in one process.
 
-    The caller sets ``sizes``, the number of examples in each part, before a call. After a call,
-    ``weights_by_replica`` has the weights of every replica that ran, by name.
+    Each part of the batch is given to a replica with weights of its own, whose gradients autograd
+    adds up, and the outputs are gathered. DistributedDataParallel can wrap it. ``sizes``: the
+    number of examples in each part, if its caller sets them; else ``Tensor.chunk`` cuts the batch.
+    After a call, ``weights_by_replica`` has the weights of every replica that ran, by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, module: nn.Module, gpus: int = 1) -> None:
         super().__init__()
-        self.model = model
+        self.module, self.gpus = module, gpus
         self.sizes: Sequence[int] = ()
         self.weights_by_replica: list[dict[str, Tensor]] = []
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        parts = self._scatter((inputs, named))
+        """The gathered outputs. Tensors are split along dim 0; all else is given to each part."""
+        arguments = inputs, named
+        sizes = self.sizes or [len(part) for part in tensors_of(arguments)[0].chunk(self.gpus)]
+        ends = list(accumulate(sizes))
+        parts = [
+            map_tensors(itemgetter(slice(end - size, end)), arguments)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
         self.weights_by_replica = [self._replica() for _ in parts]
-        outputs = [
-            functional_call(self.model, weights, *part)
-            for weights, part in zip(self.weights_by_replica, parts, strict=True)
-        ]
-        return concatenate(outputs)
-
-    def _scatter(self, arguments: Any) -> list[Any]:
-        """The arguments of every part: tensors are split along dim 0, all else is the same."""
-        ends = list(accumulate(self.sizes))
-        starts = [0, *ends[:-1]]
-        return [
-            map_tensors(itemgetter(slice(start, end)), arguments)
-            for start, end in zip(starts, ends, strict=True)
-        ]
-
-    def add_gradients(self) -> None:
-        """After backward: add the gradients of every replica to those of the model's parameters."""
-        for weights in self.weights_by_replica:
-            for name, parameter in self.model.named_parameters():
-                gradient = weights[name].grad if name in weights else None
-                if gradient is not None:
-                    before = parameter.grad
-                    parameter.grad = gradient if before is None else before + gradient
+        replicas = zip(self.weights_by_replica, parts, strict=True)
+        return concatenate(
+            [functional_call(self.module, weights, *part) for weights, part in replicas]
+        )
 
     def _replica(self) -> dict[str, Tensor]:
-        return {
-            name: parameter.detach().clone().requires_grad_()
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        weights = {name: one.clone() for name, one in self.module.named_parameters()}
+        for weight in weights.values():
+            if weight.requires_grad:
+                weight.retain_grad()
+        return weights
 
 
 def cause_with_whole_loss(sharded_batch: ShardedBatch) -> str | None:
@@ -79,36 +69,30 @@ def cause_with_loss_inside(sharded_batch: ShardedBatch) -> str | None:
 
 
 def prepare_whole_loss(task: Task) -> TrainStep:
-    replicas, shards_by_step = Replicas(task.model), iter(task.shards)
+    parallel, shards_by_step = EmulatedDataParallel(task.model), iter(task.shards)
 
     def step(batch: Any) -> None:
         shards = next(shards_by_step)
-        replicas.sizes = shards.sizes
-        # Scatter splits a batch into consecutive examples. Sorting the batch by shards first gives
-        # every replica its shard.
+        parallel.sizes = shards.sizes
+        # Sorting the batch by shards first gives every replica its shard.
         order = [index for indices in shards.indices for index in indices]
-        task.loss(replicas, take(batch, order)).backward()
-        replicas.add_gradients()
-        task.notes["replicas"] = len(replicas.weights_by_replica)
+        task.loss(parallel, take(batch, order)).backward()
+        task.notes["replicas"] = len(parallel.weights_by_replica)
 
     return step
 
 
 def prepare_loss_inside(task: Task) -> TrainStep:
-    replicas, shards_by_step = Replicas(task.model), iter(task.shards)
+    parallel, shards_by_step = EmulatedDataParallel(task.model), iter(task.shards)
 
     def step(batch: Any) -> None:
-        ran = []
         losses = []
         for indices in next(shards_by_step).indices:
-            replicas.sizes = (len(indices),)
-            losses.append(task.loss(replicas, take(batch, indices)))
-            ran += replicas.weights_by_replica
+            parallel.sizes = (len(indices),)
+            losses.append(task.loss(parallel, take(batch, indices)))
         # nn.DataParallel gathers one loss from each replica, and its caller takes their mean.
         torch.stack(losses).mean().backward()
-        replicas.weights_by_replica = ran
-        replicas.add_gradients()
-        task.notes["replicas"] = len(ran)
+        task.notes["replicas"] = len(losses)
 
     return step
 

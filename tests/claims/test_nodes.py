@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddp_equivalence import Rank
-from ddp_equivalence.commands.explain.verification import EmulatedDataParallel
 from ddp_equivalence.ranks.warm_ranks import on_ranks
+from ddp_equivalence.strategies.emulated_data_parallel import EmulatedDataParallel
 from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import wrapped
 from tests.claims.setting import (

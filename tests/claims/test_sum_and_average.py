@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence import Rank
-from ddp_equivalence.commands.explain.verification import EmulatedDataParallel, LossInside
+from ddp_equivalence.commands.explain.verification import LossInside
 from ddp_equivalence.ranks.warm_ranks import on_ranks
+from ddp_equivalence.strategies.emulated_data_parallel import EmulatedDataParallel
 from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import ddp_gradient, wrapped
 from tests.claims.setting import (

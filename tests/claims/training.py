@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_equivalence import Rank
-from ddp_equivalence.commands.explain.verification import EmulatedDataParallel
+from ddp_equivalence.strategies.emulated_data_parallel import EmulatedDataParallel
 from tests.claims.ddp import wrapped
 from tests.claims.setting import equal, model_and_batch, mse
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence.commands.doctor import on_rank
+from ddp_equivalence.commands.doctor import examination
 from ddp_equivalence.commands.main import main
 
-right_sum, right_step = on_rank.all_reduce, on_rank.data_parallel_step
+right_sum, right_step = examination.all_reduce, examination.data_parallel_step
 
 
 def wrong_sum(rank, argument):
@@ -50,7 +50,7 @@ def wrong_step(rank, argument):
 
 
 if __name__ == "__main__":
-    on_rank.all_reduce, on_rank.data_parallel_step = wrong_sum, wrong_step
+    examination.all_reduce, examination.data_parallel_step = wrong_sum, wrong_step
     raise SystemExit(main(["doctor"]))
 '''
 

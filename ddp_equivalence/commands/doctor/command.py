@@ -12,19 +12,18 @@ from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.text import plural, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
     from ddp_equivalence.commands.doctor.examination import State
     from ddp_equivalence.commands.doctor.problems import Problem
 
+HELP = "say what this machine can run, why not the rest, and what to do"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    commands.add_parser(
-        "doctor",
-        help="say what this machine can run, why not the rest, and what to do",
-        description="Look at the machine, multiply on every GPU, sum over every pair of GPUs and "
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Look at the machine, multiply on every GPU, sum over every pair of GPUs and "
         "over all of them, and ask every lane's collectives questions with known answers. Exit "
-        "code 0: all answers are right, 1: some are wrong, 3: a part that should work gave none.",
+        "code 0: all answers are right, 1: some are wrong, 3: a part that should work gave none."
     )
 
 

@@ -1,4 +1,4 @@
-"""The facts about this machine, and a question with a known answer for every part of it.
+"""Questions with known answers for every part of this machine, the facts about it, and the answers.
 
 Each answer is said as soon as it is there.
 """
@@ -12,23 +12,234 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import combinations
+from itertools import combinations, permutations
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.commands.doctor import on_rank
-from ddp_equivalence.commands.doctor.on_rank import NCCL, ONE_GPU, GpuAnswer, ask_ranks
-from ddp_equivalence.ranks import probe
+from ddp_equivalence.ranks import pickling, probe
 from ddp_equivalence.ranks.backend_names import LANES, NCCL_BACKENDS, NCCL_SHARED
+from ddp_equivalence.ranks.collectives import new_collectives
+from ddp_equivalence.ranks.environment import process_group_environment
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpus import Gpus, Link, gpus, plain_uuid, visible_gpus
+from ddp_equivalence.ranks.gpus import Gpus, gpus, plain_uuid, visible_gpus
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing, shared_lane
 from ddp_equivalence.ranks.nccl import nodes_counted
+from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.server import start_method
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from ddp_equivalence.report.text import plural
+
+# The work that the doctor gives to ranks on CUDA: questions with known answers.
+#
+# Each function yields one answer. All numbers are small integers, so the right answers are exact.
+
+ELEMENTS = 2**22
+SIZE = 4 * ELEMENTS
+"""So many elements of float32, and so many bytes (16 MiB), are reduced over all ranks: enough to
+keep a link busy."""
+
+REPETITIONS = 5
+"""The time of one all_reduce is taken over so many."""
+
+SIDE = 256
+"""The matrices that are multiplied have so many rows and columns."""
+
+COPIED = 2**20
+"""So many elements are copied from each GPU to each other one."""
+
+LIMIT = 1e-10
+"""The largest relative error of a float64 gradient. Rounding explains 1e-15."""
+
+
+@dataclass(frozen=True)
+class GpuAnswer:
+    """One GPU as CUDA describes it on a rank, and whether it computes.
+
+    ``uuid``: with or without the "GPU-" before it. ``error``: what was raised by a product of two
+    matrices, or what was wrong with it; "" if it was right.
+    """
+
+    name: str
+    uuid: str
+    error: str
+
+
+@dataclass(frozen=True)
+class AllReduceAnswer:
+    """``seconds``: the time of one sum of SIZE bytes. ``wrong``: "" or what was wrong."""
+
+    seconds: float
+    wrong: str
+
+
+def product(rank: Rank, argument: object) -> Iterator[GpuAnswer]:
+    """Multiply two matrices on this rank's GPU."""
+    properties = torch.cuda.get_device_properties(rank.device)
+    yield GpuAnswer(
+        name=properties.name,
+        uuid=str(getattr(properties, "uuid", "")),
+        error=error_of_product(rank.device),
+    )
+
+
+def error_of_product(device: torch.device) -> str:
+    """The error of a product of two matrices on this device, or how it is wrong; "" if right."""
+    left = _integers(SIDE * SIDE, 1, torch.device("cpu")).reshape(SIDE, SIDE)
+    right = _integers(SIDE * SIDE, 2, torch.device("cpu")).reshape(SIDE, SIDE)
+    try:
+        measured = (left.to(device) @ right.to(device)).cpu()
+    except RuntimeError as error:
+        return str(error)
+    wrong = int((measured != left @ right).sum())
+    return f"{wrong} of {SIDE * SIDE} elements of a product are wrong" if wrong else ""
+
+
+def all_reduce(rank: Rank, argument: object) -> Iterator[AllReduceAnswer]:
+    """Sum a large tensor over all ranks, check every element, and take the time."""
+    values = _integers(ELEMENTS, rank.rank, rank.device)
+    dist.all_reduce(values)
+    expected = torch.zeros_like(values)
+    for other in range(rank.world_size):
+        expected += _integers(ELEMENTS, other, rank.device)
+    wrong = int((values != expected).sum())
+    values.zero_()
+    torch.cuda.synchronize(rank.device)
+    began = time.perf_counter()
+    for _ in range(REPETITIONS):
+        dist.all_reduce(values)
+    torch.cuda.synchronize(rank.device)
+    seconds = (time.perf_counter() - began) / REPETITIONS
+    new_collectives()  # read these collectives now, as every work does
+    text = f"{wrong} of {ELEMENTS} elements of the sum are wrong on rank {rank}" if wrong else ""
+    yield AllReduceAnswer(seconds, text)
+
+
+def data_parallel_step(rank: Rank, replicas: int) -> Iterator[str]:
+    """Copy between all GPUs of this process, then do one step of nn.DataParallel on them.
+
+    Several of the ``replicas`` are on one GPU if there are fewer. Yields what was wrong, or "".
+    """
+    count = torch.cuda.device_count()
+    wrong = [
+        f"a copy from cuda:{source} to cuda:{target} arrived changed"
+        for source, target in permutations(range(count), 2)
+        if not _copy_is_right(source, target)
+    ]
+    devices = [number % count for number in range(replicas)]
+    called, error = _step(rank.device, devices)
+    if called != (expected := sorted(f"cuda:{device}" for device in devices)):
+        wrong.append(f"replicas ran on {', '.join(called)} and not on {', '.join(expected)}")
+    if not error <= LIMIT:  # written so that NaN is wrong
+        wrong.append(f"the gradient differs from the big batch's by {error:.2g} of its size")
+    yield "; ".join(wrong)
+
+
+def _copy_is_right(source: int, target: int) -> bool:
+    original = _integers(COPIED, source, torch.device("cuda", source))
+    return torch.equal(original.to(torch.device("cuda", target)).cpu(), original.cpu())
+
+
+def _step(device: torch.device, device_ids: Sequence[int]) -> tuple[list[str], float]:
+    """The devices on which a replica was called, and the relative error of the gradient."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double().to(device)
+    rows = (
+        torch.linspace(-1, 1, 4 * len(device_ids) * 5, dtype=torch.float64)
+        .reshape(-1, 5)
+        .to(device)
+    )
+    model(rows).square().mean().backward()
+    expected = _gradient(model)
+    called: list[str] = []
+
+    def note_device(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        called.append(str(arguments[0].device))
+
+    model.zero_grad()
+    model.register_forward_pre_hook(note_device)
+    nn.DataParallel(model, device_ids=device_ids)(rows).square().mean().backward()
+    measured = _gradient(model)
+    return sorted(called), float((measured - expected).abs().max() / expected.abs().max())
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return torch.cat([grad.flatten() for grad in gradients if grad is not None]).clone()
+
+
+def _integers(elements: int, rank: int, device: torch.device) -> Tensor:
+    """Integers from -3 to 3 in float32, which depend on position and rank."""
+    position = torch.arange(elements, dtype=torch.int32, device=device)
+    return ((position * (rank + 1) + 2 * rank) % 7 - 3).float()
+
+
+# Starts ranks on chosen GPUs for one piece of work, and stops them.
+#
+# No rank is kept, because on a GPU in the compute mode EXCLUSIVE_PROCESS it would be in the way
+# of the next ones.
+
+NCCL = Lane("nccl", "nccl", "cuda")
+ONE_GPU = Lane("gloo_cuda", "gloo", "cuda")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """``by_rank``: the answer of each rank; () if ranks failed. ``error``: then the error."""
+
+    by_rank: tuple[Any, ...] = ()
+    error: str = ""
+
+
+def ask_ranks(
+    lane: Lane,
+    devices: Sequence[str],
+    work: Callable[..., Iterator[Any]],
+    argument: object = None,
+    *,
+    seconds: float,
+    extra_environment: tuple[tuple[str, str], ...] = (),
+) -> Answers:
+    """Let one rank for each of these GPUs do the work, which yields one answer on each.
+
+    On a lane that drives all GPUs a single rank gets all of them. ``seconds``: the limit for
+    starting, and again for the work.
+    """
+    count = 1 if lane.drives_all_gpus else len(devices)
+    rank_set = RankSet(
+        parse(f"1x{count}"),
+        lane,
+        seconds,
+        tuple(sorted((dict(process_group_environment()) | dict(extra_environment)).items())),
+        tuple(devices),
+        start_method(),
+        seconds,
+    )
+    try:
+        rank_set.start()
+        rank_set.submit(pickling.dumps(work, argument))
+        answers = dict(rank_set.collect(seconds))
+    except (RankFailed, OSError) as error:
+        rank_set.broken = True
+        return Answers(error=_what_failed(error))
+    finally:
+        rank_set.stop()
+    return Answers(tuple(answer for _, answer in sorted(answers.items())))
+
+
+def _what_failed(error: BaseException) -> str:
+    """The error, with what the first rank that failed has printed: NCCL explains itself there."""
+    ends = getattr(error, "ends", ())
+    output = ends[0].output.strip() if ends else ""
+    return f"{error}\n{output}".strip()
+
+
+# The facts about this machine.
 
 
 @dataclass(frozen=True)
@@ -142,17 +353,16 @@ def examine(machine: Machine) -> Iterator[str | State]:
 
 def _together(machine: Machine, gpus: Sequence[State]) -> Iterator[State]:
     working = [gpu for gpu in gpus if gpu.outcome is Outcome.WORKS]
+    count = len(working)
     reason = missing("nccl", 2)
-    if reason is None and len(working) < 2:
-        reason = (
-            f"of {len(gpus)} GPUs, {len(working)} {plural(len(working), 'works', 'work')} alone"
-        )
+    if reason is None and count < 2:
+        reason = f"of {len(gpus)} GPUs, {count} {plural(count, 'works', 'work')} alone"
     if reason is not None:
         yield State("pairs", Outcome.NOT_RUN, reason)
         return
-    yield from pair_states(gpus, machine.gpus)
-    if len(working) > 2:  # the sum over two GPUs is that of their pair
-        yield all_together(gpus)
+    yield from pair_states(working, machine.gpus)
+    if count > 2:  # the sum over two GPUs is that of their pair
+        yield sum_over(f"all {count}", working, TOGETHER_SECONDS)
     yield node_state()
 
 
@@ -177,7 +387,7 @@ def gpu_states(devices: Sequence[str]) -> Iterator[State]:
     """On each GPU in turn, start a context and multiply two matrices."""
     for number, device in enumerate(devices):
         began = time.monotonic()
-        answers = ask_ranks(ONE_GPU, [device], on_rank.product, seconds=ALONE_SECONDS)
+        answers = ask_ranks(ONE_GPU, [device], product, seconds=ALONE_SECONDS)
         seconds = time.monotonic() - began
         answer: GpuAnswer | None = answers.by_rank[0] if answers.by_rank else None
         gpu, wrong = ("", "") if answer is None else (answer.name, answer.error)
@@ -187,62 +397,50 @@ def gpu_states(devices: Sequence[str]) -> Iterator[State]:
 
 
 def pair_states(
-    found: Sequence[State], gpus: Gpus, clock: Callable[[], float] = time.monotonic
+    working: Sequence[State], gpus: Gpus, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[State]:
     """Sum over each pair of the GPUs that work alone; the last state names pairs left out."""
-    pairs = list(
-        combinations([n for n, one in enumerate(found) if one.outcome is Outcome.WORKS], 2)
-    )
+    pairs = list(combinations(working, 2))
+    names = ["-".join(one.name.removeprefix("cuda:") for one in pair) for pair in pairs]
     until = clock() + ALL_PAIRS_SECONDS
-    for tried, (first, second) in enumerate(pairs):
+    for number, (name, pair) in enumerate(zip(names, pairs, strict=True)):
         if clock() >= until:
-            names = ", ".join(f"{one}-{other}" for one, other in pairs[tried:])
             reason = f"the time limit of {ALL_PAIRS_SECONDS:g} s for all pairs was over"
-            yield State("others", Outcome.NOT_RUN, f"{names}: {reason}")
+            yield State("others", Outcome.NOT_RUN, f"{', '.join(names[number:])}: {reason}")
             break
-        yield _pair(f"{first}-{second}", [found[first], found[second]], gpus)
+        state = sum_over(name, pair, PAIR_SECONDS)
+        if state.outcome is Outcome.WORKS:
+            link = _link_text(pair, gpus)
+            yield replace(state, text=f"{state.text}; {link}") if link else state
+            continue
+        again = sum_over(name, pair, PAIR_SECONDS, WITHOUT_P2P)
+        text = f"{state.text}; with NCCL_P2P_DISABLE=1: {again.text}"
+        yield replace(state, text=text, without_p2p=again.outcome)
 
 
-def all_together(found: Sequence[State]) -> State:
-    """One sum over all the GPUs that work alone."""
-    working = [one for one in found if one.outcome is Outcome.WORKS]
-    return _sum(f"all {len(working)}", working, TOGETHER_SECONDS)
-
-
-def _pair(name: str, found: Sequence[State], gpus: Gpus) -> State:
-    state = _sum(name, found, PAIR_SECONDS)
-    if state.outcome is Outcome.WORKS:
-        link = _link(found, gpus)
-        return replace(state, text=f"{state.text}; {_link_text(link)}") if link else state
-    again = _sum(name, found, PAIR_SECONDS, WITHOUT_P2P)
-    text = f"{state.text}; with NCCL_P2P_DISABLE=1: {again.text}"
-    return replace(state, text=text, without_p2p=again.outcome)
-
-
-def _sum(
+def sum_over(
     name: str, found: Sequence[State], seconds: float, extra: tuple[tuple[str, str], ...] = ()
 ) -> State:
     """Let these GPUs sum a tensor by NCCL."""
     devices = [one.device for one in found]
-    answers = ask_ranks(NCCL, devices, on_rank.all_reduce, seconds=seconds, extra_environment=extra)
+    answers = ask_ranks(NCCL, devices, all_reduce, seconds=seconds, extra_environment=extra)
     wrong = next((answer.wrong for answer in answers.by_rank if answer.wrong), "")
     # Every rank sends, and receives, this many times the size: NVIDIA's "bus bandwidth".
     ranks = len(devices)
-    sent = 2 * (ranks - 1) / ranks * on_rank.SIZE
+    sent = 2 * (ranks - 1) / ranks * SIZE
     taken = max((answer.seconds for answer in answers.by_rank), default=inf)
     right = f"the sum is right, {sent / taken / 1e9:.2f} GB/s"
     return state_of(name, answers.error, wrong, right)
 
 
-def _link(found: Sequence[State], gpus: Gpus) -> Link | None:
-    """The link between two GPUs by NVML, which are recognised by their UUIDs."""
+def _link_text(found: Sequence[State], gpus: Gpus) -> str:
+    """The link between two GPUs by NVML, which are recognised by their UUIDs; "" if not known."""
     indices = {plain_uuid(gpu.uuid): gpu.index for gpu in gpus.gpus if gpu.uuid}
     uuids = [plain_uuid(one.answer.uuid) for one in found if one.answer is not None]
     known = [indices[uuid] for uuid in uuids if uuid in indices]
-    return gpus.link(known[0], known[1]) if len(known) == 2 else None
-
-
-def _link_text(link: Link) -> str:
+    link = gpus.link(known[0], known[1]) if len(known) == 2 else None
+    if link is None:
+        return ""
     way = "NVLink" if link.nvlink else f"PCI Express ({link.path or 'path unknown'})"
     if link.p2p is None:
         return f"{way}, P2P unknown"
@@ -260,7 +458,9 @@ LANES_TRIED = tuple(lane for lane in LANES if lane not in ("gloo", "emulated"))
 def lane_states(machine: Machine) -> Iterator[State]:
     """Look at every lane. Where it can run, ask its collectives questions with known answers."""
     for name in LANES_TRIED:
-        ranks = _ranks(name)
+        # NCCL gets a rank on every GPU; a single one is enough to ask whether it starts. On the
+        # other lanes there are 2, or 2 replicas, so that shared lanes are asked with one GPU.
+        ranks = len(cuda_devices()) or 2 if name in NCCL_BACKENDS else 2
         # gloo lets ranks share a GPU, so one is enough for it.
         reason = missing(name, 1 if name == "gloo_cuda" else ranks)
         if reason is None and name == "gloo_cuda":
@@ -279,14 +479,6 @@ def _why_ranks_cannot_share(machine: Machine) -> str | None:
     if len(machine.devices) == 1 and modes == ["exclusive_process"]:
         return "the only GPU is in the compute mode EXCLUSIVE_PROCESS, so ranks cannot share it"
     return None
-
-
-def _ranks(name: str) -> int:
-    """NCCL gets a rank on every GPU; a single one is enough to ask whether it starts.
-
-    On the other lanes there are 2, or 2 replicas, so that shared lanes are asked with one GPU.
-    """
-    return len(cuda_devices()) or 2 if name in NCCL_BACKENDS else 2
 
 
 def _probe(name: str, count: int) -> State:
@@ -316,7 +508,7 @@ def _data_parallel(name: str) -> State:
     """One step in one process, over all GPUs, or with 2 replicas on the only one."""
     lane, devices = Lane(name, "gloo", "cuda"), cuda_devices()
     replicas = max(2, len(devices))
-    answers = ask_ranks(lane, devices, on_rank.data_parallel_step, replicas, seconds=DEADLINE)
+    answers = ask_ranks(lane, devices, data_parallel_step, replicas, seconds=DEADLINE)
     where = f"over {len(devices)} GPUs"
     if len(devices) == 1:
         where = f"with {replicas} replicas on one GPU"

@@ -166,7 +166,7 @@ def _of_gpus(gpus: Sequence[Gpu]) -> Iterator[Problem]:
         if gpu.problem:
             yield Problem(f"NVML says of GPU {gpu.index}: {gpu.problem}", LOOK_FOR_XID)
     for name, (what, advice) in MODES.items():
-        if of_mode := [gpu for gpu in gpus if name in _modes(gpu)]:
+        if of_mode := [gpu for gpu in gpus if name in (gpu.compute_mode, _division(gpu))]:
             numbers = [str(gpu.index) for gpu in of_mode]
             names = f"{plural(len(of_mode), 'GPU')} {', '.join(numbers)}"
             advice = advice.replace("-i N", f"-i {','.join(numbers)}")
@@ -176,8 +176,8 @@ def _of_gpus(gpus: Sequence[Gpu]) -> Iterator[Problem]:
             yield from _memory(gpu)
 
 
-def _modes(gpu: Gpu) -> tuple[str | None, str]:
-    return gpu.compute_mode, ("divided" if gpu.mig_uuids else "to_be_divided") if gpu.mig else ""
+def _division(gpu: Gpu) -> str:
+    return ("divided" if gpu.mig_uuids else "to_be_divided") if gpu.mig else ""
 
 
 MODES = {

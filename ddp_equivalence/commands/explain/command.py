@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, SAME
@@ -17,9 +17,6 @@ from ddp_equivalence.commands.explain.setup import (
     Setup,
     setup_like,
 )
-
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
 
 OPTIONS = {
     "batch": "the examples that one process takes for one micro-batch: with DDP the batch of one "
@@ -50,16 +47,16 @@ OPTIONS = {
 TEXTS = {"loss_times": "FACTOR", "betas": "B1,B2", "known_good": "BATCH@LR"}
 """The options that are texts, as the help shows them. Without choices the others are numbers."""
 
+HELP = "say which batch size and learning rate keep training the same, for a setup"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "explain",
-        help="say which batch size and learning rate keep training the same, for a setup",
-        description="Say how the gradient of a setup compares with one big batch's, which "
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Say how the gradient of a setup compares with one big batch's, which "
         "learning rate follows from one that worked on one device, and how many steps an epoch "
         "has. Exit code 0: done, 2: bad input; with --verify also 1: the ranks found something "
-        "else, 3: it could not be judged.",
+        "else, 3: it could not be judged."
     )
     for field, text in OPTIONS.items():
         name = f"--{field.replace('_', '-')}"

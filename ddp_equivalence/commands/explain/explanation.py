@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import sqrt
@@ -29,68 +29,42 @@ class LocalLoss:
     micro_batches: int
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One division on the way from the terms of a loss to the gradient that every rank holds.
+def divisions(setup: Setup, loss: LocalLoss) -> Iterator[tuple[str, Fraction | int]]:
+    """Each division on the way from the terms of a loss to the gradient that every rank holds.
 
-    ``says``: the sentence, in which {by} stands for what it does: a number that it divides by, or
-    that it does not divide.
+    Yields a phrase, in which {by} stands for what it does, and the number that it divides by.
     """
-
-    applies: Callable[[Setup], bool]
-    divisor: Callable[[Setup, LocalLoss], Fraction | int]
-    says: Callable[[Setup], str]
-
-
-def _by_loss(setup: Setup, loss: LocalLoss) -> int:
-    if setup.loss == "sum":
-        return 1
-    counted = {"micro-batch": loss.terms, "step": loss.of_process, "all-ranks": loss.of_all}
-    return counted[setup.tokens_over]
-
-
-def _by_accumulation(setup: Setup, loss: LocalLoss) -> int:
-    if not setup.accumulation_divided:
-        return 1
-    counts_in_each_step = setup.like == "hf-trainer" and setup.loss != "token-mean"
-    return loss.micro_batches if counts_in_each_step else setup.accumulation
-
-
-def _loss_in_words(setup: Setup) -> str:
     whose = {"data-parallel-loss-inside": "each replica's", "hybrid": "each process's"}
     who = whose.get(setup.parallelism, "each rank's" if setup.processes > 1 else "the")
-    if setup.loss != "token-mean":
-        return f"{who} {'summed' if setup.loss == 'sum' else 'mean'} loss {{by}}"
-    of = {"micro-batch": "its own tokens", "step": "the tokens of all its micro-batches"}
-    return f"{who} loss divides by {of.get(setup.tokens_over, 'all tokens of the step')}"
-
-
-RULES = (
-    Rule(lambda setup: True, _by_loss, _loss_in_words),
-    Rule(
-        lambda setup: setup.loss_factor != 1,
-        lambda setup, loss: 1 / setup.loss_factor,
-        lambda setup: f"it is multiplied by {times(setup.loss_factor)}",
-    ),
-    Rule(
-        lambda setup: setup.parallelism == "data-parallel-loss-inside",
-        lambda setup, loss: loss.beside,
-        lambda setup: "the mean over the replicas' losses {by}",
-    ),
-    Rule(lambda setup: setup.accumulation > 1, _by_accumulation, lambda setup: "accumulation {by}"),
-    Rule(
-        lambda setup: setup.processes > 1,
-        lambda setup, loss: setup.framework_divisor,
-        lambda setup: "DDP's average {by}" if setup.framework_divisor > 1 else "all_reduce {by}",
-    ),
-)
+    counted, of = {
+        "micro-batch": (loss.terms, "its own tokens"),
+        "step": (loss.of_process, "the tokens of all its micro-batches"),
+        "all-ranks": (loss.of_all, "all tokens of the step"),
+    }[setup.tokens_over]
+    if setup.loss == "token-mean":
+        yield f"{who} loss divides by {of}", counted
+    elif setup.loss == "sum":
+        yield f"{who} summed loss {{by}}", 1
+    else:
+        yield f"{who} mean loss {{by}}", counted
+    if setup.loss_factor != 1:
+        yield f"it is multiplied by {times(setup.loss_factor)}", 1 / setup.loss_factor
+    if setup.parallelism == "data-parallel-loss-inside":
+        yield "the mean over the replicas' losses {by}", loss.beside
+    if setup.accumulation > 1:
+        in_each_step = setup.like == "hf-trainer" and setup.loss != "token-mean"
+        by = loss.micro_batches if in_each_step else setup.accumulation
+        yield "accumulation {by}", by if setup.accumulation_divided else 1
+    if setup.processes > 1:
+        what = "DDP's average" if setup.framework_divisor > 1 else "all_reduce"
+        yield f"{what} {{by}}", setup.framework_divisor
 
 
 def counts_of(setup: Setup, loss: LocalLoss) -> Fraction:
     """How often each term of this loss counts in the gradient; in one big batch it is once."""
     divisor = Fraction(1)
-    for rule in RULES:
-        divisor *= rule.divisor(setup, loss)
+    for _, by in divisions(setup, loss):
+        divisor *= by
     return loss.of_all / divisor
 
 
@@ -185,17 +159,14 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
     if known is None:
         return None
     scaling, relative = Fraction(setup.effective_batch, known.batch), factor / known.factor
-    if not setup.is_adam:
-        base = known.learning_rate / relative
-        return LearningRates(scaling, relative, base, base * scaling, float(base) * sqrt(scaling))
-    base = known.learning_rate  # a constant factor cancels in m / (sqrt(v) + eps)
-    first, second = (1 - scaling * (1 - beta) for beta in setup.betas)
-    in_reach = min(first, second, *setup.betas) >= SMALLEST_BETA
-    return LearningRates(
-        *(scaling, relative, base, base * scaling, float(base) * sqrt(scaling)),
-        betas=(first, second) if in_reach else setup.betas,
-        eps=1e-8 / sqrt(scaling),
-    )
+    base, betas, eps = known.learning_rate / relative, None, None
+    if setup.is_adam:
+        base = known.learning_rate  # a constant factor cancels in m / (sqrt(v) + eps)
+        first, second = (1 - scaling * (1 - beta) for beta in setup.betas)
+        in_reach = min(first, second, *setup.betas) >= SMALLEST_BETA
+        betas, eps = (first, second) if in_reach else setup.betas, 1e-8 / sqrt(scaling)
+    root = float(base) * sqrt(scaling)
+    return LearningRates(scaling, relative, base, base * scaling, root, betas, eps)
 
 
 # An explanation, and how it is worked out.
@@ -257,17 +228,6 @@ def explain(setup: Setup) -> Explanation:
     )
 
 
-def _divisions(setup: Setup) -> Iterator[str]:
-    """A phrase for every division of the sum over the examples of one step."""
-    losses = losses_of(setup, [(setup.accumulation, setup.batch)])
-    for rule in RULES:
-        if rule.applies(setup):
-            found = sorted({Fraction(rule.divisor(setup, loss)) for loss in losses})
-            by = " or ".join(map(times, found))
-            says = "does not divide" if found == [1] else f"divides by {by}"
-            yield rule.says(setup).format(by=says)
-
-
 def mended_setup(setup: Setup) -> Setup:
     """The setup with the change that makes its gradient a multiple of the big batch's.
 
@@ -324,11 +284,6 @@ def times(value: Fraction | float) -> str:
     if not isinstance(value, Fraction) or exact:
         return number(value)
     return str(value) if value.numerator == 1 or value.denominator <= 1000 else number(value)
-
-
-def beta(value: Fraction) -> str:
-    """A beta of Adam, of which the distance from 1 is what counts, and is rounded."""
-    return f"{1 - float(number(1 - value)):.12f}".rstrip("0").rstrip(".")
 
 
 def as_many(value: Fraction) -> str:
@@ -470,7 +425,9 @@ def _to_start_with(explanation: Explanation, rates: LearningRates) -> str:
     begin = "With that change and" if explanation.mended else "With"
     if rates.betas is not None and rates.eps is not None:
         whose = "your " if rates.betas == setup.betas else ""
-        betas = ", ".join(map(beta, rates.betas))
+        # What counts of a beta is its distance from 1, which is rounded.
+        rounded = (1 - float(number(1 - beta)) for beta in rates.betas)
+        betas = ", ".join(f"{beta:.12f}".rstrip("0").rstrip(".") for beta in rounded)
         name = "AdamW" if setup.optimizer == "adamw" else "Adam"
         return (
             f"{begin} {name} start with {number(rates.square_root)} (square root, x {root}), "
@@ -519,7 +476,12 @@ def _how_it_follows(explanation: Explanation) -> Iterator[str]:
     tokens = "all tokens of " if setup.loss == "token-mean" else ""
     batch = setup.effective_batch
     yield f"g is the gradient of the mean loss over {tokens}{batch} examples on one device."
-    says = "; ".join(_divisions(setup))
+    phrases, losses = [], losses_of(setup, [(setup.accumulation, setup.batch)])
+    for same in zip(*(divisions(setup, loss) for loss in losses), strict=True):
+        found = sorted({Fraction(divisor) for _, divisor in same})
+        by = f"divides by {' or '.join(map(times, found))}"
+        phrases.append(same[0][0].format(by="does not divide" if found == [1] else by))
+    says = "; ".join(phrases)
     yield f"{says[0].upper()}{says[1:]}."
     who = "every rank holds" if setup.processes > 1 else "the gradient is"
     on_average = "" if explanation.is_multiple else ", on average"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -131,9 +131,8 @@ class Setup:
                 check_count(field, getattr(self, field), most)
         for field, choices in CHOICES.items():
             check_choice(field, getattr(self, field), choices)
-        for field, is_wrong, right in REFUSALS:
-            if is_wrong(self):
-                raise BadCase(field, getattr(self, field, "sum"), right.format(setup=self))
+        for field, right in _contradictions(self):
+            raise BadCase(field, getattr(self, field, "sum"), right)
         assert self.loss_factor  # reads the text
 
     @property
@@ -216,56 +215,40 @@ class Setup:
         )
 
 
-REFUSALS: tuple[tuple[str, Callable[[Setup], object], str], ...] = (
-    (
-        "nodes",
-        lambda one: one.parallelism in ONE_PROCESS and one.nodes > 1,
-        "1: {setup.parallelism} is one process; for several use ddp, hybrid or all-reduce-sum",
-    ),
-    (
-        "ranks_per_node",
-        lambda one: one.parallelism == "none" and one.ranks_per_node > 1,
-        "1: several ranks without any parallelism are separate trainings; name a parallelism",
-    ),
-    (
-        "accumulation_divided",
-        lambda one: one.accumulation == 1 and one.accumulation_divided is not None,
-        "left out: with one micro-batch a step there is no accumulation",
-    ),
-    (
-        "accumulation_divided",
-        lambda one: one.accumulation > 1 and not isinstance(one.accumulation_divided, bool),
-        "say whether each micro-batch's loss is divided by {setup.accumulation} "
-        "(--accumulation-divided) or not (--accumulation-not-divided)",
-    ),
-    (
-        "tokens_over",
-        lambda one: one.tokens_over != "micro-batch" and one.loss != "token-mean",
-        "left out, unless the loss is token-mean: only tokens are counted",
-    ),
-    (
-        "betas",
-        lambda one: len(one.betas) != 2 or not all(0 <= beta < 1 for beta in one.betas),
-        "two Fractions from 0, below 1",
-    ),
-    (
-        "betas",
-        lambda one: one.betas != ADAM_BETAS and not one.is_adam,
-        "left out, unless the optimizer is adam or adamw",
-    ),
-    (
-        "known_good",
-        lambda one: not isinstance(one.known_good, KnownGood | None),
-        "a KnownGood, such as KnownGood.read('16@0.01')",
-    ),
-    (
-        "known_loss",
-        lambda one: one.loss == "token-mean" and one.known_good and one.known_good.loss == "sum",
-        "mean: a loss summed over tokens grows with their number, which is not given here. "
-        "Multiply that learning rate by the number of tokens of its batch",
-    ),
-)
-"""Field -> when a setup cannot be right, and what would be."""
+def _contradictions(setup: Setup) -> Iterator[tuple[str, str]]:
+    """Each field that cannot be right beside the others, and what would be."""
+    divided = setup.accumulation_divided
+    known: object = setup.known_good  # whatever the caller gave
+    known_sum = isinstance(known, KnownGood) and known.loss == "sum"
+    if setup.parallelism in ONE_PROCESS and setup.nodes > 1:
+        others = "for several use ddp, hybrid or all-reduce-sum"
+        yield "nodes", f"1: {setup.parallelism} is one process; {others}"
+    if setup.parallelism == "none" and setup.ranks_per_node > 1:
+        right = "several ranks without any parallelism are separate trainings; name a parallelism"
+        yield "ranks_per_node", f"1: {right}"
+    if setup.accumulation == 1 and divided is not None:
+        right = "left out: with one micro-batch a step there is no accumulation"
+        yield "accumulation_divided", right
+    if setup.accumulation > 1 and not isinstance(divided, bool):
+        yield (
+            "accumulation_divided",
+            f"say whether each micro-batch's loss is divided by {setup.accumulation} "
+            "(--accumulation-divided) or not (--accumulation-not-divided)",
+        )
+    if setup.tokens_over != "micro-batch" and setup.loss != "token-mean":
+        yield "tokens_over", "left out, unless the loss is token-mean: only tokens are counted"
+    if len(setup.betas) != 2 or not all(0 <= beta < 1 for beta in setup.betas):
+        yield "betas", "two Fractions from 0, below 1"
+    if setup.betas != ADAM_BETAS and not setup.is_adam:
+        yield "betas", "left out, unless the optimizer is adam or adamw"
+    if not isinstance(known, KnownGood | None):
+        yield "known_good", "a KnownGood, such as KnownGood.read('16@0.01')"
+    if known_sum and setup.loss == "token-mean":
+        yield (
+            "known_loss",
+            "mean: a loss summed over tokens grows with their number, which is not given here. "
+            "Multiply that learning rate by the number of tokens of its batch",
+        )
 
 
 def check_count(field: str, value: object, most: int) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +37,7 @@ from ddp_equivalence.commands.explain.setup import KnownGood, Setup
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.report.text import plural, wrapped
 from ddp_equivalence.report.verdict import Outcome, Verdict
+from ddp_equivalence.strategies.emulated_data_parallel import EmulatedDataParallel
 
 STEPS = 3
 LEARNING_RATE = Fraction(1, 10)
@@ -322,36 +322,6 @@ def training(
         part = {name: leaf[start : start + size] for name, leaf in shard.items()}
         gradient_step(setup, model, part, rank)
         optimizer.step()
-
-
-class EmulatedDataParallel(nn.Module):
-    """Takes the place of ``nn.DataParallel(module)`` on ``gpus`` GPUs, in one process.
-
-    Each part of the batch, cut by ``Tensor.chunk``, is given to a replica with weights of its own,
-    whose gradients autograd adds up, and the outputs are gathered. DistributedDataParallel can wrap
-    it.
-    """
-
-    def __init__(self, module: nn.Module, gpus: int) -> None:
-        super().__init__()
-        self.module, self.gpus = module, gpus
-        self.weights_by_replica: list[dict[str, Tensor]] = []
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """The gathered outputs for inputs of shape (examples, ...)."""
-        parts = list(zip(*(one.chunk(self.gpus) for one in inputs), strict=True))
-        self.weights_by_replica = [self._replica() for _ in parts]
-        replicas = zip(self.weights_by_replica, parts, strict=True)
-        return torch.cat(
-            [functional_call(self.module, weights, part) for weights, part in replicas]
-        )
-
-    def _replica(self) -> dict[str, Tensor]:
-        weights = {name: one.clone() for name, one in self.module.named_parameters()}
-        for weight in weights.values():
-            if weight.requires_grad:
-                weight.retain_grad()
-        return weights
 
 
 class LossInside(nn.Module):

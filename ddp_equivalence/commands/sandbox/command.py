@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-
-if TYPE_CHECKING:
-    from ddp_equivalence.commands import Commands
 
 OF_A_SINGLE_RUN: dict[str, tuple[type, str]] = {
     "lr": (float, "the learning rate; default 1e-4"),
@@ -27,17 +23,17 @@ OF_A_SINGLE_RUN: dict[str, tuple[type, str]] = {
 }
 """The options of single and multi, with their type and help. The table does not take them."""
 
+HELP = "run the published toy problem: one neuron on one process, or on many ranks"
 
-def add(commands: Commands) -> None:
-    """Add the command's parser."""
-    parser = commands.add_parser(
-        "sandbox",
-        help="run the published toy problem: one neuron on one process, or on many ranks",
-        description="Train one neuron y = w x, which starts at w = 1, on 256 samples with L1 loss "
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of the command."""
+    parser.description = (
+        "Train one neuron y = w x, which starts at w = 1, on 256 samples with L1 loss "
         "and plain SGD. Inputs are 1 and targets 0; standard normal noise is added to both unless "
         "--deterministic True. The command prints what was measured, the closed form, and whether "
         "they agree within 99.9 % intervals. This needs the extra `sandbox`. Exit code 0: all "
-        "agree, 1: some do not, 2: bad input, 3: a rank failed.",
+        "agree, 1: some do not, 2: bad input, 3: a rank failed."
     )
     parser.add_argument(
         "mode", nargs="?", choices=("single", "multi"), help="one process, or many ranks"
@@ -121,5 +117,7 @@ def _table(seed: int) -> int:
     for row in table.ROWS:
         runs.append(table.run_problem(replace(row.problem, seed=seed), row))
         print("\n".join(table.run_lines(runs[-1])), flush=True)
-    print("\n".join(table.foot_lines(runs)))
+    print("Runs with the same effective batch and learning rate are given the same noise.")
+    print(f"Intervals: {table.LEVEL:.1%}. multi: DistributedDataParallel on its ranks (gloo, CPU).")
+    print(f"{sum(not run.wrong for run in runs)} of {len(table.ROWS)} published rows agree.")
     return DIFFERENT if any(run.wrong for run in runs) else SAME

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scipy import stats
@@ -199,13 +199,6 @@ def run_lines(run: FinishedRun) -> Iterator[str]:
             f"  the ranks hold DIFFERENT weights at the end, in {(apart > 0).mean():.1%} of the "
             f"experiments: up to {apart.max():.2e} apart"
         )
-
-
-def foot_lines(runs: Sequence[FinishedRun]) -> Iterator[str]:
-    """The lines below the rows: how to read them, and how many agree."""
-    yield "Runs with the same effective batch and learning rate are given the same noise."
-    yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on its ranks (gloo, CPU)."
-    yield f"{sum(not run.wrong for run in runs)} of {len(ROWS)} published rows agree."
 
 
 def _figure(variance: float) -> str:

@@ -14,24 +14,11 @@ from ddp_equivalence.commands.main import main
 from ddp_equivalence.gate.record import NAME, Recorded, read_lines, read_record
 from tests.package.gate.records import schema, validate, write
 from tests.package.one_server import with_server_of_these_tests
+from tests.package.report.report_cases import USER_FILE
 
-MINE = """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from ddp_equivalence import Case
-
-def loss(model, batch):
-    return nn.functional.mse_loss(model(batch["rows"]), batch["targets"])
-
-def make_batch(generator):
-    rows = torch.randn(8, 5, generator=generator)
-    return {"rows": rows, "targets": torch.randn(8, 3, generator=generator)}
-
-case = Case(model=lambda: nn.Linear(5, 3), batch=make_batch, loss=loss, layout="1x2")
-
-def step(model, shard, rank):
-    ddp = DistributedDataParallel(model)
+MINE = f"""\
+{USER_FILE.replace("2x2", "1x2")}def step(model, shard, rank):
+    ddp = nn.parallel.DistributedDataParallel(model)
     (loss(ddp, shard) * FACTOR).backward()
 """
 

@@ -8,32 +8,22 @@ import pytest
 
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.output import MOST_KEPT, kept_output, report_of_kept
+from tests.package.report.report_cases import USER_FILE
 
-FILE = """
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from ddp_equivalence import Case
-
-class Model(nn.Linear):
+FILE = f"""\
+{USER_FILE.replace("2x2", "1x2").replace("nn.Linear(5, 3)", "Model(5, 3)")}class Model(nn.Linear):
     def forward(self, rows):
         print("shape of the rows:", *rows.shape)
         return super().forward(rows)
 
-def loss(model, batch):
-    return model(batch).square().mean()
-
-def batch(generator):
-    return torch.randn(8, 3, generator=generator)
-
-case = Case(model=lambda: Model(3, 2), batch=batch, loss=loss, layout="1x2")
 
 def step(model, shard, rank):
-    ddp = DistributedDataParallel(model)
+    ddp = nn.parallel.DistributedDataParallel(model)
     (1.1e-5 * loss(ddp, shard)).backward()
 
+
 def right(model, shard, rank):
-    ddp = DistributedDataParallel(model)
+    ddp = nn.parallel.DistributedDataParallel(model)
     loss(ddp, shard).backward()
 """
 
@@ -63,7 +53,7 @@ def test_factors_that_would_be_printed_as_zero_have_digits_that_count(
     assert main(["check", f"{file}:step", "--full"]) == 1
     full = capsys.readouterr().out
     assert "every rank holds  1.1e-05  1.1e-05" in full
-    assert "Your code printed in this process:\nshape of the rows: 8 3\n" in full
+    assert "Your code printed in this process:\nshape of the rows: 16 5\n" in full
 
 
 def test_a_check_in_process_prints_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

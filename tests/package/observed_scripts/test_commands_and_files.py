@@ -79,7 +79,7 @@ def test_the_command_that_repeats_has_every_option_that_decides_what_is_computed
         "plant": "sum_not_mean",
     }
     parser = argparse.ArgumentParser()
-    add(parser.add_subparsers())
+    add(parser.add_subparsers().add_parser("observe"))
     words = shlex.split(Options(**chosen).words())
     found = vars(parser.parse_args(["observe", *words, "--", "python", "t.py"]))
     assert found["training"] == ["--", "python", "t.py"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.commands.doctor.examination import Machine, Outcome, State
-from ddp_equivalence.commands.doctor.on_rank import GpuAnswer
+from ddp_equivalence.commands.doctor.examination import GpuAnswer, Machine, Outcome, State
 from ddp_equivalence.ranks.gpus import Gpu, Gpus
 
 GIB = 2**30

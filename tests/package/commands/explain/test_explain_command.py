@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.self_check
 
 
 def run(line: str) -> int:
-    parser = argparse.ArgumentParser(prog="ddp-equivalence")
-    command.add(parser.add_subparsers(dest="command", required=True))
-    return command.run(parser.parse_args(["explain", *line.split()]))
+    parser = argparse.ArgumentParser()
+    command.add(parser)
+    return command.run(parser.parse_args(line.split()))
 
 
 def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,9 +101,12 @@ def test_what_ranks_confirm_ends_with_zero(capsys: pytest.CaptureFixture[str]) -
 def test_arithmetic_that_ranks_do_not_confirm_ends_with_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    *others, averaged = explanation.RULES
-    undivided = replace(averaged, divisor=lambda setup, loss: 1)
-    monkeypatch.setattr(explanation, "RULES", (*others, undivided))
+    divisions = explanation.divisions
+
+    def without_average(*given: Any) -> list[tuple[str, Any]]:
+        return [(says, 1 if "average" in says else by) for says, by in divisions(*given)]
+
+    monkeypatch.setattr(explanation, "divisions", without_average)
     assert run("--batch 4 --ranks-per-node 2 --known-good 8@0.1 --verify") == 1
     text = capsys.readouterr().out
     assert "IT DIFFERS" in text

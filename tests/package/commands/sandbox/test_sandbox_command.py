@@ -33,8 +33,8 @@ NOISE = "--deterministic False --n_experiments 200"
 def run(line: str) -> int:
     """The command on ranks that stay warm for the next test."""
     parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    return command.run(parser.parse_args(["sandbox", *line.split()]))
+    command.add(parser)
+    return command.run(parser.parse_args(line.split()))
 
 
 @pytest.mark.parametrize(
