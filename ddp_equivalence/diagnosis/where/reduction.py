@@ -46,6 +46,7 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
 )
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import (
+    MOST_LINES,
     Whereabouts,
     distinct,
     of_all,
@@ -378,7 +379,14 @@ class _Search:
         ]
         who = ranked(missing, view.world_size)
         exchanged = [] if reduced else calls.places(Kind.POINT_TO_POINT)[-1:]
-        if not reduced and others:
+        # What a hook is given is no gradient of a parameter yet, nor a copy of one.
+        inside = [] if reduced or others else calls.collectives(lambda call, of: call.in_backward)
+        if inside:
+            lines += [
+                *(one.pointed(f"{one.op} in {groups_text(one.groups)}", True) for one in inside),
+                *lines_that_choose_groups(view, inside),
+            ][-MOST_LINES:]
+        elif not reduced and others:
             lines += [
                 *lines_that_left_out(view, others[-1]),
                 others[-1].pointed(f"reduces others, not {names_text(path.names)}", is_fault=True),
@@ -395,13 +403,13 @@ class _Search:
         lines += [
             at(line_of(one), done_text(one, self.pieces), id(one) in states) for one in reduced[-1:]
         ]
-        never = "" if reduced else "No collective that Python issued contained them."
+        never = "" if reduced or inside else "No collective that Python issued contained them."
         return self._of(
             "gradients of some ranks are missing",
             f"{never} What {who} computed is not in these gradients.".strip(),
             lines,
             ""
-            if reduced or exchanged
+            if reduced or exchanged or inside
             else "reduce them over all ranks, after the last backward pass.",
         )
 
