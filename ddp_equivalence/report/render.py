@@ -150,7 +150,7 @@ def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     sure = [text for text in (how_sure(verdict), counts) if text]
     beside = list(notes(verdict))
     if not is_whole and any(text.strip() for text in verdict.output.values()):
-        beside.append("The ranks printed something, which the whole report shows.")
+        beside.append("What the ranks printed, such as warnings, is in the whole report.")
     again = [f"Again: {verdict.repeat}"] if verdict.repeat else []
     more = [] if is_whole else [f"More: {settings.current().full_report_with}"]
     end: list[Item] = [

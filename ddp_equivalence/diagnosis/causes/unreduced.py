@@ -428,7 +428,7 @@ def _mend_others(view: View) -> str:
     if sharded_names(view):
         return f"do not keep {left_out} from FSDP, or all_reduce their gradients yourself."
     if not view.observed.wrappers:
-        return f"all_reduce {left_out} too: go through all {count} parameters of the model."
+        return f"all_reduce {left_out} too: {count} parameters must be reduced in all."
     if view.observed.calls.reductions:
         either = f"all_reduce {left_out} too, as is done with other gradients"
         return either + (", or do not keep them from DDP." if _lines_that_keep_out(view) else ".")

@@ -24,6 +24,7 @@ from ddp_equivalence.diagnosis.lines.source import (
     holds,
     inside,
     last_name,
+    modules_in,
     nodes_in,
     place_at,
     place_of,
@@ -61,6 +62,12 @@ class Origin:
         """The line of the statement that gives the value, or of an expression inside it."""
         is_all = self.place.value is self.expression
         return self.place.line(self.place.statement if is_all else self.expression)
+
+    @property
+    def gives(self) -> str:
+        """What its line does, for a note: ``sets count``, or ``returns the value of count()``."""
+        is_returned = isinstance(self.place.statement, ast.Return)
+        return f"returns the value of {self.name}()" if is_returned else f"sets {self.name}"
 
     @property
     def computes(self) -> bool:
@@ -179,7 +186,10 @@ class Origins:
         if isinstance(node, ast.Name):
             return self._of_name(place, node) if node.id != "self" else ()
         if isinstance(node, ast.Attribute):
-            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            is_own = owner == "self"
+            if owner in modules_in(place.file):
+                return ()
             return self.of_attribute(node.attr) if is_own or not hasattr(Tensor, node.attr) else ()
         return self.of_call(node) if isinstance(node, ast.Call) else ()
 
@@ -477,10 +487,14 @@ def lines_behind(
 
 def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
     """The lines that have run and returned what a line assigns, if it calls a user's functions."""
-    place = place_at(line)
-    calls = _in_head(place.statement) if place is not None else ()
-    found = (Origins(run).of_call(one) for one in calls if isinstance(one, ast.Call))
-    return [one.line for returned in found for one in returned]
+    place, origins = place_at(line), Origins(run)
+    if place is None:
+        return []
+    calls = [one for one in _in_head(place.statement) if isinstance(one, ast.Call)]
+    if isinstance(place.statement, ast.Assign):  # a call of a class only makes an object here
+        made = [one.name for file in run.files for one in classes_in(file)]
+        calls = [one for one in calls if called_name(one) not in made]
+    return [one.line for call in calls for one in origins.of_call(call)]
 
 
 def _setters(

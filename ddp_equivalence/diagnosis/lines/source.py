@@ -187,6 +187,13 @@ def classes_in(file: str) -> list[ast.ClassDef]:
     return [one for one in nodes_in(file) if isinstance(one, ast.ClassDef)]
 
 
+@lru_cache(maxsize=64)
+def modules_in(file: str) -> frozenset[str]:
+    """The names under which a file imports modules."""
+    imports = (one for one in nodes_in(file) if isinstance(one, ast.Import))
+    return frozenset(one.asname or one.name for each in imports for one in each.names)
+
+
 def is_in_class(line: CodeLine, name: str) -> bool:
     """True for a line that stands in a class of this name."""
     return any(one.name == name and holds(one, line.number) for one in classes_in(line.file))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -282,7 +282,7 @@ class Divergence:
     by_rank: tuple[Value, ...]
     alone: Value | None
     is_certain: bool
-    parts_of_sums: tuple[CodeLine, ...] = ()
+    parts_of_sums: Mapping[CodeLine, str] = field(default_factory=dict)
     is_first: bool = False
     taken: Selection | None = None
     elsewhere: Selection | None = None
@@ -386,7 +386,7 @@ class _Search:
         place = self._logs.places_that_diverge(number)[0]
         by_rank, alone = self._logs.returned(number, place)
         operation = self._operations[number]
-        parts = tuple(dict.fromkeys(self._lines_of_parts(number, operation.line)))
+        parts = dict(self._lines_of_parts(number, operation.line))
         backward = (n for n, one in enumerate(self._operations) if one.in_backward)
         return Divergence(
             operation,
@@ -398,13 +398,15 @@ class _Search:
             *self._logs.taken(by_rank, alone),
         )
 
-    def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
-        """The other lines that made parts of sums, or multiples, of which this makes its result."""
+    def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[tuple[CodeLine, str]]:
+        """The other lines that made parts of sums ("sum"), or multiples ("scaled"), of which this
+        makes its result.
+        """
         for given, writer in self._logs.given(number):
             if given not in ("sum", "scaled") or writer is None:
                 continue
             if writer.line != line and writer.line is not None:
-                yield writer.line
+                yield writer.line, given
             elif writer.line == line:
                 before = self._logs.number_of(writer)
                 if before is not None and before < number:

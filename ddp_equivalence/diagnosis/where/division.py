@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
 from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.setting import all_divisors
+from ddp_equivalence.diagnosis.setting import PointedLine, all_divisors
 from ddp_equivalence.diagnosis.where.gradient_path import (
     at,
     line_of,
@@ -124,22 +125,30 @@ def _listed(what: str, values: Mapping[int, float]) -> str:
     return shown + (", ..." if len(values) > MOST_COUNTS else "")
 
 
-def _no_mean(pieces: Pieces, what: str) -> tuple[str, str]:
-    """A headline and a clause, where the big batch is not made of its parts by any known count."""
-    if is_mean_of_blocks(pieces.view):
-        return "examples that belong together are not read together", (
-            "the loss joins neighbours in the batch: blocks of its order would give the big batch, "
-            f"and the {what}s read other examples"
+def _no_mean(pieces: Pieces, what: str) -> tuple[str, str, list[PointedLine]]:
+    """A headline, a clause, and the lines that deal the examples if that is wrong, where the big
+    batch is not made of its parts by any known count.
+    """
+    view, together = pieces.view, pieces.loss_together
+    counts = Counter(row for one in pieces.all for row in one.rows or ())
+    if len({*counts.values()}) > 1 or len(counts) < view.setting.example_count:
+        text = "the ranks read some examples more often than others, and the big batch reads each"
+        return "examples do not count equally often", f"{text} once", lines_that_share(view)
+    if is_mean_of_blocks(view):
+        text = (
+            "the loss joins neighbours in the batch: blocks of its order would give the big batch"
         )
-    together, right = pieces.loss_together, pieces.view.examples.big_batch_loss
+        headline = "examples that belong together are not read together"
+        return headline, f"{text}, and the ranks read other examples", lines_that_share(view)
+    right = view.examples.big_batch_loss
     if together is not None and abs(together - right) <= SAME_LOSS * abs(right):
-        return "the losses agree, and the gradients do not", (
-            "together the losses are that of the big batch, and the gradients are not its "
-            f"gradient, so something in backward depends on more than a {what}'s own examples"
-        )
-    return f"the mean of the {what}s' gradients is not the big batch's", (
-        "the loss of the big batch has a term that depends on several examples at once, or on none"
-    )
+        text = "together the losses are that of the big batch, and the gradients are not its"
+        why = f"something in backward depends on more than a {what}'s own examples"
+        return "the losses agree, and the gradients do not", f"{text} gradient, so {why}", []
+    parts = "ranks'" if what == "rank" else "micro-batches'"
+    headline = f"the mean of the {parts} gradients is not the big batch's"
+    text = "the loss of the big batch has a term that depends on several examples at once"
+    return headline, f"{text}, or on none", []
 
 
 def _other_divisor(
@@ -153,10 +162,9 @@ def _other_divisor(
     shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_COUNTS])
     times = "" if all(abs(one - 1) <= SAME for one in factors) else f", times {shown}"
     headline, note = "the big batch divides by another number", "the loss of the rows"
-    in_blocks = False
+    of_rows: list[PointedLine] = []
     if known is None:
-        headline, text = _no_mean(pieces, what)
-        in_blocks = is_mean_of_blocks(pieces.view)
+        headline, text, of_rows = _no_mean(pieces, what)
     elif not unit:
         text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"
@@ -177,13 +185,13 @@ def _other_divisor(
         "they are averaged.",
         distinct(
             [
-                *(lines_that_share(pieces.view) if in_blocks else ()),
-                at(call.made_at, note, not in_blocks) if call else None,
+                *of_rows,
+                at(call.made_at, note, not of_rows) if call else None,
                 at(line_of(call), BACKWARD_BEGINS) if call else None,
             ]
         ),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
         fix="" if not unit else "divide each summed loss by the count of the whole batch.",
-        explains_all=in_blocks,
+        explains_all=bool(of_rows),
     )

@@ -37,7 +37,7 @@ from ddp_equivalence.measurement.calls import CodeLine, Kind
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
-MARKED = "> marks where values first differ."
+MARKED = "> marks a line with other values."
 
 MOST_DIVERGENCES = 2
 MOST_SHOWN = 3
@@ -50,14 +50,18 @@ FIRST_OTHER = (
 )
 
 ONLY_RANKS_RUN = (
-    "On one rank the marked line does nothing of this kind, and from there on values differ."
+    "What the marked line does has no counterpart on one rank; from there on values differ."
 )
 
 ROUNDING = 1e-6
 
-ONLY_RANKS = "not in the run on one rank; from here on the values are others"
+ONLY_RANKS = "has no counterpart on one rank; from here on the values are others"
 
-PART_OF_SUM = "each rank has its share of the value on one rank here"
+PARTS = {
+    "sum": "each rank has its share of the value on one rank here",
+    "scaled": "a multiple of the value on one rank here",
+}
+"""What a line makes of which a wrong result is made."""
 
 
 def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[PointedLine] | None:
@@ -179,7 +183,7 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
     return replace(
         found,
         kind="own gradient" if _before_reduction(first) else "reduction",
-        headline="the ranks part from one rank",
+        headline="several ranks compute other values than one rank",
         sentence=ONLY_RANKS_RUN if first.alone is None else FIRST_OTHER,
     )
 
@@ -259,16 +263,16 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
         if line is not None:
             note = _note_of_divergence(divergence, view.world_size)
             lines.setdefault(line, PointedLine(line, note, is_fault=True))
-        for line in divergence.parts_of_sums:
-            lines.setdefault(line, PointedLine(line, PART_OF_SUM))
+        for line, relation in divergence.parts_of_sums.items():
+            lines.setdefault(line, PointedLine(line, PARTS[relation]))
     for divergence in found:
         line = divergence.operation.line
         if not divergence.is_certain and line is not None:
             lines.setdefault(
                 line, PointedLine(line, _note_of_divergence(divergence, view.world_size))
             )
-            for line in divergence.parts_of_sums:
-                lines.setdefault(line, PointedLine(line, PART_OF_SUM))
+            for line, relation in divergence.parts_of_sums.items():
+                lines.setdefault(line, PointedLine(line, PARTS[relation]))
     return tuple(lines.values())[:MOST_LINES]
 
 
@@ -422,8 +426,8 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
         kind="own gradient",
         headline=f"the loss has a wrong factor, {text_of(factor, '.4g')}",
         sentence=f"On one rank every gradient is {text_of(factor, '.6g')} times that of the big "
-        "batch, too. So the loss is multiplied, or divided by another number; the reduction is not "
-        "to blame.",
+        "batch, too. So the loss is multiplied, or divided by another number, and gradients are "
+        "reduced rightly.",
         lines=first_of_each_line(lines),
         fix="",
         beside_one_rank="",
@@ -450,4 +454,4 @@ def _lines_of_divisor(run: RunLines, line: CodeLine) -> Iterator[PointedLine]:
     found = divisors(run, line)
     computed = [one for one in found if one.computes]
     for one in dict.fromkeys([*computed[:1], *found[:1]]):
-        yield PointedLine(one.line, f"sets {one.name}" if one.name else "")
+        yield PointedLine(one.line, one.gives if one.name else "")

@@ -115,22 +115,24 @@ def _lines_behind(run: Operations, writer: int | None, number: float) -> tuple[C
     while open_ones and len(seen) < MOST_LOOKED_AT:
         place = open_ones.pop()
         operation = run.operations[place]
-        if place in seen or not _has(run, operation.returned, number):
+        if place in seen or not _times(run, operation.returned, number):
             continue
         seen.add(place)
         pairs = zip(operation.given, operation.writers, strict=True)
         given = [value for value, writer in pairs if writer is not None]
-        if operation.line is not None and not _has(run, given, number):
+        times = _times(run, given, number)
+        if operation.line is not None and not times:
             found[operation.line] = max(place, found.get(operation.line, place))
-        open_ones.extend(operation.after)
+        if times <= 1:  # of several equal numbers it is not known which one is meant
+            open_ones.extend(operation.after)
     return tuple(sorted(found, key=lambda line: found[line], reverse=True))
 
 
-def _has(run: Operations, values: Sequence[int | None], number: float) -> bool:
-    """True if this number is an element of one of these values."""
+def _times(run: Operations, values: Sequence[int | None], number: float) -> int:
+    """How many elements of these values are this number."""
     known = [run.values[one] for one in values if one is not None]
     small = [one.tensor for one in known if prod(one.shape) <= MOST_NUMBERS]
-    return any(bool((one == number).any()) for one in small)
+    return sum(int((one == number).sum()) for one in small)
 
 
 def _is_count(number: float) -> bool:

@@ -116,7 +116,8 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     shown = ", ".join(text_of(loss, ".4g") for loss in known[:MOST_RANKS])
     every = f"{shown}, ..." if len(known) > MOST_RANKS else shown
     unit = "ranks'" if len(known) == pieces.view.world_size else "backward passes'"
-    if len(other) < len(compared):  # every rank is to have the loss of the big batch
+    alike = max(known) - min(known) <= size
+    if len(other) < len(compared) or alike:  # every rank is to have the loss of the big batch
         rank, loss = (other or compared)[0].piece.rank, (other or compared)[0].piece.loss
         headline = f"rank {rank}: its loss is {text_of(loss or 0.0, '.5g')}, {of_big_batch}"
         sentence = f"The {unit} losses are {every}; {of_big_batch}. "

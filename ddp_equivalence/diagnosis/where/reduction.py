@@ -195,7 +195,7 @@ class _Search:
                     *self._gone_through(wrong.call),
                 ]
             ),
-            fix="leave the reduced gradients as they are, or change those of the big batch too.",
+            fix="leave the gradients as they were before the marked line.",
         )
 
     def _gone_through(self, call: Call) -> list[PointedLine]:
@@ -231,13 +231,14 @@ class _Search:
             else ()
         )
         was = mix_text(before.mix, self.pieces) if before is not None else ""
+        after = "After backward" if state.call.kind is Kind.BACKWARD else "After the marked line"
         where = f", on {ranked(ranks, self.view.world_size)}," if ranks else ""
         return Whereabouts(
             "reduction",
             self._headline_of(state),
             f"First the gradients were {was}. Then{where} {what}, and they were {text}."
             if before is not None
-            else f"After backward the gradients were {text}.",
+            else f"{after} the gradients were {text}.",
             distinct(
                 [
                     *lines_only_on(self.view.observed.by_rank, ranks),
