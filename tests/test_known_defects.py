@@ -228,7 +228,15 @@ def news(defect: KnownDefect, seen: bool, installed: Version) -> str:
     return ""
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "defect",
+    [
+        # Ranks that hang are waited for.
+        pytest.param(one, marks=pytest.mark.thorough if "running" in one.words else ())
+        for one in DEFECTS
+    ],
+    ids=lambda one: one.name,
+)
 def test_it_is_as_its_row_says(defect: KnownDefect) -> None:
     case = Case(model=defect.model, batch=rows, loss=defect.loss, layout="1x2")
     with settings.using(settings.replaced(trial_seconds=0)):

@@ -1,8 +1,9 @@
 """Reports on faulty steps fit on a screen, name no other cause, and show the faulty line.
 
-A dozen of the 240 steps of benchmarks/steps/known are held here, with their whole reports and
-without trials of edits: one of each kind of report. ``python benchmarks/scoreboard.py --set known``
-judges all. Write the reports anew with UPDATE_GOLDEN=1 in the environment.
+told.txt holds of each of the 240 steps of benchmarks/steps/known, without trials of edits, what its
+report tells: the cause, or where the difference is, and whether the faulty line is shown. Of each
+kind of report, one step runs in every change, and a dozen are held with their whole reports. Write
+these files anew with UPDATE_GOLDEN=1 in the environment and without xdist.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from benchmarks.steps.keys import (
     mended,
     verdict_of,
 )
+from ddp_equivalence.report.verdict import Verdict
+from tests.diagnosis.names.claims import false_claims
 from tests.package.report.golden_files import stable, with_last_digits_of
 
 pytestmark = pytest.mark.self_check
@@ -32,6 +35,8 @@ pytestmark = pytest.mark.self_check
 KEYS = {Path(key["file"]).stem: key for key in keys_of(KNOWN)}
 
 REPORTS = Path(__file__).parent / "reports"
+TOLD = Path(__file__).parent / "told.txt"
+HELD = dict(line.split(": ", 1) for line in TOLD.read_text("utf-8").splitlines())
 
 WRITTEN_WITH = "2.13."
 """The reports name operations of torch, which other versions of torch may split otherwise. Under
@@ -56,6 +61,9 @@ GOLDEN = (
     "s193_adapters_recomputed",  # a module runs without gradients
 )
 
+RACES = "s79_overlapped_lm"
+"""Ranks that race leave other numbers in each run, which may have another cause."""
+
 FOUND_BY_EDITS = ("s149_group_relative_policy", "s196_one_message", "s220_heat_equation")
 """Steps whose edits are found in a few seconds."""
 
@@ -68,6 +76,47 @@ def test_every_step_has_a_key_that_points_to_one_place() -> None:
         assert [
             line for line in (key["line"], *key.get("also", [])) if lines.count(line) != 1
         ] == []
+
+
+def told(verdict: Verdict, text: str, key: dict[str, Any]) -> str:
+    """Whether the line is shown, the cause or the place, and what the step is on one rank."""
+    shown = "the line is shown" if is_shown(key, text, KNOWN) else "other lines are shown"
+    if verdict.cause is not None:
+        return f"{shown}; {verdict.cause}"
+    where = verdict.localisation.whereabouts
+    if where is None:
+        return f"{shown}; nothing is known of it"
+    # Numbers, and the rank that is taken as an example, are no part of the kind of a report.
+    headline = re.sub(r"-?\d+(\.\d+)?(e-\d+)?|nan|rank \d|every rank", "#", where.headline)
+    return f"{shown}; {where.kind}; {headline}; {where.beside_one_rank}"
+
+
+def with_one_of_a_kind_in_every_change() -> list[Any]:
+    """All steps. Those of which another one is told already have the mark ``thorough``."""
+    seen, parameters = set[str](), []
+    for stem in sorted(KEYS.keys() - {RACES}):
+        kind = HELD.get(stem, stem).partition("; ")[2]
+        marks = (pytest.mark.thorough,) if kind in seen else ()
+        parameters.append(pytest.param(stem, marks=marks))
+        seen.add(kind)
+    return parameters
+
+
+@pytest.mark.parametrize("stem", with_one_of_a_kind_in_every_change())
+def test_the_report_tells_the_cause_or_the_place_and_nothing_that_was_not_seen(stem: str) -> None:
+    # Torch prints a warning once in a process, so what ranks print depends on the checks before.
+    verdict = replace(verdict_of(KNOWN / KEYS[stem]["file"]), output={})
+    text = str(verdict)
+    assert verdict.outcome == "different"
+    assert fits_on_a_screen(text)
+    assert false_claims(verdict, f"{text}\n{verdict.full_report()}") == [], text
+    held = told(verdict, text, KEYS[stem])
+    if os.environ.get("UPDATE_GOLDEN"):
+        HELD[stem] = held
+        TOLD.write_text(
+            "".join(f"{stem}: {HELD[stem]}\n" for stem in KEYS if stem in HELD), "utf-8"
+        )
+    assert held == HELD[stem], text
 
 
 @pytest.mark.parametrize("stem", GOLDEN)
@@ -95,7 +144,7 @@ def test_the_mended_step_is_the_same(stem: str, tmp_path: Path) -> None:
 
 
 def test_a_step_that_races_is_different_on_one_screen() -> None:
-    verdict = verdict_of(KNOWN / "s79_overlapped_lm.py")  # what it leaves is not twice the same
+    verdict = verdict_of(KNOWN / f"{RACES}.py")
     assert verdict.outcome == "different"
     assert fits_on_a_screen(str(verdict))
 

@@ -18,10 +18,10 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
+def make_batch(generator: torch.Generator, count: int = EXAMPLES) -> dict[str, Tensor]:
     return {
-        "rows": torch.randn(EXAMPLES, 5, generator=generator),
-        "targets": torch.randn(EXAMPLES, 3, generator=generator),
+        "rows": torch.randn(count, 5, generator=generator),
+        "targets": torch.randn(count, 3, generator=generator),
     }
 
 

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Case, check
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.report.verdict import Verdict
-
-EXAMPLES = 16
 
 MARK = "# the fault"
 
 Rows = dict[str, Tensor]
+Step = Callable[[nn.Module, Any, Any], Any]
 
 
 def build_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def make_rows(generator: torch.Generator) -> Rows:
+def make_rows(generator: torch.Generator, count: int = 16) -> Rows:
     return {
-        "x": torch.randn(EXAMPLES, 6, generator=generator, dtype=torch.float64),
-        "y": torch.randn(EXAMPLES, 3, generator=generator, dtype=torch.float64),
+        "x": torch.randn(count, 6, generator=generator, dtype=torch.float64),
+        "y": torch.randn(count, 3, generator=generator, dtype=torch.float64),
     }
 
 
@@ -39,9 +39,9 @@ def sum_loss(model: nn.Module, rows: Rows) -> Tensor:
     return F.mse_loss(model(rows["x"]), rows["y"], reduction="sum")
 
 
-def marked_case(**changes: Any) -> Case:
+def marked_case(layout: str = "2x2", **changes: Any) -> Case:
     fields: dict[str, Any] = {"model": build_net, "batch": make_rows, "loss": mean_loss}
-    return Case(**(fields | {"layout": "2x2", "dtype": torch.float64} | changes))
+    return Case(**(fields | {"layout": layout, "dtype": torch.float64} | changes))
 
 
 def judged(step: Any, **changes: Any) -> Verdict:
@@ -49,31 +49,31 @@ def judged(step: Any, **changes: Any) -> Verdict:
     return check(marked_case(**changes), step)
 
 
-def halves(rows: Rows) -> list[Rows]:
-    """The rows as two micro-batches."""
-    size = len(rows["x"]) // 2
-    first = {name: one[:size] for name, one in rows.items()}
-    return [first, {name: one[size:] for name, one in rows.items()}]
+def checked(case: Case, step: Step, cause: str) -> Verdict:
+    """The verdict of a check whose difference has this name, and no other."""
+    verdict = check(case, step)
+    assert (verdict.outcome, verdict.causes) == ("different", (cause,)), verdict
+    return verdict
 
 
-def quarters(rows: Rows) -> list[Rows]:
-    """The rows as four micro-batches."""
-    return [quarter for half in halves(rows) for quarter in halves(half)]
+def text_of(pointed: PointedLine) -> str:
+    """The line as it stands in its file."""
+    return linecache.getline(pointed.line.file, pointed.line.number).strip()
 
 
-def when_done(work: Any, change: Callable[[Any], Tensor]) -> torch.futures.Future[Tensor]:
-    """What a communication hook returns: its collective's result, once it is there, changed."""
-    future: torch.futures.Future[Tensor] = work.get_future().then(change)
-    return future
+def lines_shown(verdict: Verdict) -> list[str]:
+    """The text of all lines that the first finding shows."""
+    return [text_of(one) for one in verdict.findings[0].lines]
 
 
 def faulty_lines(verdict: Verdict) -> list[str]:
-    """The text of the lines that the first finding calls the fault, as they stand in the file."""
-    return [
-        linecache.getline(one.line.file, one.line.number).strip()
-        for one in verdict.findings[0].lines
-        if one.is_fault
-    ]
+    """The text of the lines that the first finding calls the fault."""
+    return [text_of(one) for one in verdict.findings[0].lines if one.is_fault]
+
+
+def notes(verdict: Verdict) -> str:
+    """The lines of the first finding with what is said of each, one below the other."""
+    return "\n".join(f"{text_of(one)}  {one.note}" for one in verdict.findings[0].lines)
 
 
 def assert_points_at_the_fault(verdict: Verdict, cause: str, fix: str) -> None:

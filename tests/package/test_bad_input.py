@@ -403,15 +403,6 @@ def test_a_dtype_that_clashes_on_a_rank_has_a_hint(step: Any) -> None:
     ) in report
 
 
-def returns_its_loss(model: nn.Module, shard: Any, rank: Rank) -> Any:
-    return loss(model, shard)
-
-
-def test_a_step_that_returns_its_loss_is_told_what_a_step_returns() -> None:
-    report = " ".join(str(check(own_case(), returns_its_loss)).split())
-    assert "returned a tensor of shape (). A step returns None and leaves its gradients" in report
-
-
 @pytest.mark.parametrize(
     ("directory", "name", "field"),
     [("/proc/no/such", "", "directory"), (None, "", "directory"), ("out", "a/b", "name")],

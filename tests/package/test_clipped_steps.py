@@ -179,6 +179,15 @@ class TrainsHalved(Trains):
     divisor = 2.0
 
 
+def clip_by_value(parameters: list[nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_value_(parameters, TrainsByValue.value)
+
+
+def test_the_big_batch_is_clipped_as_the_case_says() -> None:
+    options: Any = {"compare": "update", "steps": 2, "clip": clip_by_value}
+    assert check(own_case(), TrainsByValue, **options).outcome == "same"
+
+
 @pytest.mark.parametrize("trainer", [Trains, TrainsByValue])
 def test_the_big_batch_is_clipped_as_the_trainer_clips(trainer: Any) -> None:
     verdict = check(own_case(layout="1x2"), trainer, compare="update", steps=2)

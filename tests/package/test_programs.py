@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,16 +16,23 @@ from ddp_equivalence.diagnosis.causes import HYPOTHESES
 PROGRAMS = all_programs()
 
 LEAST_OF_A_SIDE = 200
-FEW = 6
 
 
-def a_few(*, right: bool) -> list[Program]:
-    """The first program of every second topic, of those that do not end as "unknown"."""
+def few_in_every_change(programs: Iterable[Program], every: int) -> list[Any]:
+    """Every fourth program, say, runs in every change; the others have the mark ``thorough``."""
+    return [
+        pytest.param(each, id=each.name, marks=pytest.mark.thorough if number % every else ())
+        for number, each in enumerate(programs)
+    ]
+
+
+def one_of_each_topic(*, right: bool) -> list[Any]:
+    """The first program of every topic, of those that do not end as "unknown"."""
     first: dict[str, Program] = {}
     for each in PROGRAMS:
         if each.right == right and each.because is None:
             first.setdefault(each.topic, each)
-    return list(first.values())[::2][:FEW]
+    return few_in_every_change(first.values(), 4)
 
 
 def test_there_are_at_least_two_hundred_right_and_two_hundred_wrong_programs() -> None:
@@ -51,13 +60,13 @@ def test_every_program_declares_an_outcome_that_fits_its_side() -> None:
     assert {name for name, one in declared.items() if one not in settled | open_ones} == set()
 
 
-@pytest.mark.parametrize("program", a_few(right=True), ids=lambda each: each.name)
+@pytest.mark.parametrize("program", one_of_each_topic(right=True))
 def test_a_right_program_is_the_same(program: Program) -> None:
     result = check_one(program)
     assert (result.expected, result.got) == ("same", "same"), result.line
 
 
-@pytest.mark.parametrize("program", a_few(right=False), ids=lambda each: each.name)
+@pytest.mark.parametrize("program", one_of_each_topic(right=False))
 def test_a_wrong_program_is_different(program: Program) -> None:
     result = check_one(program)
     assert (result.expected, result.got) == ("different", "different"), result.line
@@ -69,18 +78,18 @@ def test_declared_causes_are_names_of_causes() -> None:
     assert declared <= {one.name for one in HYPOTHESES} | {"no_optimizer_step"}
 
 
-def training(*, right: bool) -> list[Program]:
+def training(*, right: bool) -> list[Any]:
     """Every n-th program that trains."""
     of_side = [one for one in PROGRAMS if one.topic == "training" and one.right == right]
-    return of_side[:: len(of_side) // 5]
+    return few_in_every_change(of_side[:: len(of_side) // 5], 2)
 
 
-@pytest.mark.parametrize("program", training(right=True), ids=lambda each: each.name)
+@pytest.mark.parametrize("program", training(right=True))
 def test_a_right_training_loop_is_the_same(program: Program) -> None:
     assert check_one(program).got == "same"
 
 
-@pytest.mark.parametrize("program", training(right=False), ids=lambda each: each.name)
+@pytest.mark.parametrize("program", training(right=False))
 def test_a_wrong_training_loop_is_different_and_has_no_wrong_name(program: Program) -> None:
     result = check_one(program)
     assert result.got == "different"

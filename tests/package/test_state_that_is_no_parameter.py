@@ -71,44 +71,6 @@ class PlainAttribute(Moving):
         self.centre = torch.randn(3, dtype=torch.float64)
 
 
-class Scale(Moving):
-    """The largest value so far, as in quantisation."""
-
-    largest: Tensor
-
-    def make(self) -> None:
-        self.register_buffer("largest", torch.tensor(0.1))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        values: Tensor = self.layer(rows)
-        scale = self.largest.clone()
-        largest = values.detach().abs().max()
-        if self.reduces and dist.is_initialized():
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self.largest = torch.maximum(self.largest, largest)
-        return torch.tanh(values / scale)
-
-
-class Queue(Moving):
-    """Keys of earlier rows, as in contrastive learning with a queue."""
-
-    queue: Tensor
-
-    def make(self) -> None:
-        self.register_buffer("queue", torch.randn(12, 3))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        values: Tensor = self.layer(rows)
-        earlier = self.queue.clone()
-        keys = values.detach()
-        if self.reduces and dist.is_initialized():
-            parts = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, keys.contiguous())
-            keys = torch.cat(parts)
-        self.queue = torch.cat([keys, earlier])[:12]
-        return (values @ earlier.T).softmax(1)
-
-
 class OnlyCounted(Moving):
     """State that is never read: a count of rows, and the rows themselves."""
 
@@ -154,8 +116,6 @@ STATES = {
     Moving: "centre",
     Codebook: "codes",
     PlainAttribute: "centre",
-    Scale: "largest",
-    Queue: "queue",
 }
 
 

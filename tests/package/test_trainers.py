@@ -152,32 +152,6 @@ def test_a_reference_of_the_users_own_needs_no_loss() -> None:
     assert wrong.wrong_step.expected == 4  # the critic's and the generator's, in both steps
 
 
-def clip_by_value(parameters: list[nn.Parameter]) -> None:
-    torch.nn.utils.clip_grad_value_(parameters, 0.01)
-
-
-class ClipsByValue:
-    def __init__(self, model: nn.Module, rank: Rank) -> None:
-        self.ddp = DistributedDataParallel(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def __call__(self, shard: dict[str, Tensor]) -> None:
-        self.optimizer.zero_grad()
-        loss(self.ddp, shard).backward()
-        clip_by_value(list(self.ddp.parameters()))
-        self.optimizer.step()
-
-
-def test_clipping_by_value_is_compared() -> None:
-    options: Any = {"compare": "update", "steps": 2}
-    assert check(own_case(), ClipsByValue, clip=clip_by_value, **options).outcome == "same"
-    as_the_step_does = check(own_case(), ClipsByValue, **options)
-    assert as_the_step_does.outcome == "same"
-    assert "the gradients of the big batch are clipped as well" in " ".join(
-        str(as_the_step_does).split()
-    )
-
-
 def draws(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> dict[str, Tensor]:
     return {"0.bias": torch.rand(7, dtype=torch.float64)}
 

@@ -13,16 +13,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.causes.named import (
-    accepted,
-    assert_named,
-    average,
-    case_of,
-    different,
-    first_finding,
-    lines_shown,
-    loss,
-)
+from tests.diagnosis.causes.named import accepted, assert_named, case_of, different, first_finding
+from tests.diagnosis.names.small_case import average
+from tests.package.own_cases import loss
+from tests.package.pointed_at import lines_shown
 
 pytestmark = pytest.mark.self_check
 
@@ -57,23 +51,6 @@ def flat_buffer(model: nn.Module, shard: Batch, rank: Rank) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients_of(model)])
     dist.all_reduce(flat)  # the fault
     flat /= rank.world_size
-
-
-def asynchronous_temporaries(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    loss(model, shard).backward()
-    handles = []
-    for gradient in gradients_of(model):
-        mean = gradient / rank.world_size
-        handles.append(dist.all_reduce(mean, async_op=True))  # the fault
-    for handle in handles:
-        handle.wait()
-
-
-def divided_all_the_same(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    loss(model, shard).backward()
-    for gradient in gradients_of(model):
-        dist.all_reduce(gradient.clone())  # the fault
-        gradient /= rank.world_size
 
 
 def first_layer_not_put_back(model: nn.Module, shard: Batch, rank: Rank) -> None:
@@ -119,21 +96,8 @@ def average_over_node(model: nn.Module, shard: Batch, rank: Rank) -> None:
         gradient /= 2
 
 
-def average_with_itself(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    group = own_group([[0], [1], [2], [3]], rank.rank)
-    loss(model, shard).backward()
-    for gradient in gradients_of(model):
-        dist.all_reduce(gradient, group=group)  # the fault
-
-
 def ddp_of_its_node(model: nn.Module, shard: Batch, rank: Rank) -> None:
     group = own_group(NODES, rank.rank)
-    ddp = DistributedDataParallel(model, process_group=group)  # the fault
-    loss(ddp, shard).backward()
-
-
-def ddp_of_equal_local_ranks(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    group = own_group(BETWEEN, rank.rank)
     ddp = DistributedDataParallel(model, process_group=group)  # the fault
     loss(ddp, shard).backward()
 
@@ -177,14 +141,6 @@ def sums_and_sums(model: nn.Module, shard: Batch, rank: Rank) -> None:
         dist.all_reduce(gradient)  # the fault
 
 
-def after_each_half(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """What the first half left was added up already when the second half is added to it."""
-    for half in parts(shard, 2):
-        (loss(model, half) / (2 * rank.world_size)).backward()
-        for gradient in gradients_of(model):
-            dist.all_reduce(gradient)  # the fault
-
-
 def in_slices_without_division(model: nn.Module, shard: Batch, rank: Rank) -> None:
     """Each gradient goes into two sums, but each of its elements into one only."""
     loss(model, shard).backward()
@@ -213,18 +169,6 @@ class Tied(nn.Module):
 
     def forward(self, rows: Tensor) -> Any:
         return self.outer(torch.tanh(self.inner(rows)))[:, :3]
-
-
-def weights_of_layers(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """The loss divides by the ranks, and the list of the layers has one weight twice."""
-    (loss(model, shard) / rank.world_size).backward()
-    collected = []
-    for layer in model.children():
-        for parameter in layer.parameters():
-            if parameter.grad is not None:
-                collected.append(parameter)
-    for parameter in collected:
-        dist.all_reduce(parameter.grad)
 
 
 # Sums that overflow.
@@ -269,13 +213,6 @@ def aux_after_ddp(model: nn.Module, shard: Batch, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     first, aux = both_losses(ddp, shard)
     first.backward(retain_graph=True)
-    aux.backward()  # the fault
-
-
-def aux_after_reducing_by_hand(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    both_losses(model, shard)[0].backward()
-    average(model, rank.world_size)
-    _, aux = both_losses(model, shard)
     aux.backward()  # the fault
 
 
@@ -380,17 +317,11 @@ LATER, GRAPH = "backward_after_reduction", "graph_changed"
     ("case", "step", "cause", "because"),
     [
         (CASE, flat_buffer, NOT_USED, "copies of 4 of 4"),
-        (CASE, asynchronous_temporaries, NOT_USED, "4 of 4 gradients"),
-        (CASE, divided_all_the_same, NOT_USED, "4 of 4 gradients"),
         (CASE, average_over_node, WRONG_GROUP, "{0, 1} and {2, 3}"),
-        (CASE, average_with_itself, WRONG_GROUP, "{0}, {1}, {2} and 1 more"),
         (CASE, ddp_of_its_node, "nodes_not_reduced", ""),
-        (CASE, ddp_of_equal_local_ranks, WRONG_GROUP, ""),
         (CASE, sums_and_sums, TWICE, ""),
-        (CASE, after_each_half, TWICE, ""),
         (CASE, added_in_float16, OVERFLOW, "own gradients are finite"),
         (LOSSES, aux_after_ddp, LATER, "every rank called backward again"),
-        (LOSSES, aux_after_reducing_by_hand, LATER, "every rank"),
         (LOSSES, aux_of_rank_0_only, LATER, "rank 0 called backward again"),
         (HEADS, static_graph, GRAPH, "static_graph was set"),
         (HEADS, no_search_for_unused_parameters, GRAPH, "DDP waited"),
@@ -414,14 +345,6 @@ def test_copies_that_are_put_back_for_some_parameters_only_are_named() -> None:
     finding = first_finding(different(CASE, first_layer_not_put_back))
     assert finding.cause == NOT_USED
     assert "copies of 2 of 4 gradients" in finding.because
-
-
-def test_a_tied_weight_that_is_listed_twice_is_named_with_what_lists_it() -> None:
-    verdict = check(TIED, weights_of_layers)
-    assert verdict.cause == TWICE, verdict
-    text = str(verdict)
-    assert "all_reduces inner.weight 2 times" in text
-    assert "never divided" not in text
 
 
 @pytest.mark.parametrize(

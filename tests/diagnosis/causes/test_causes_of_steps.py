@@ -14,22 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.diagnosis import shares
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
-from tests.diagnosis.causes.named import (
-    accepted,
-    assert_named,
-    average,
-    case_of,
-    different,
-    faulty_lines,
-    first_finding,
-    loss,
-)
-from tests.diagnosis.where.exchange_steps import Summed
+from tests.diagnosis.causes.named import accepted, assert_named, case_of, different, first_finding
+from tests.diagnosis.names.small_case import average
+from tests.diagnosis.where.test_exchanges import Summed
+from tests.package.own_cases import loss
+from tests.package.pointed_at import faulty_lines
 
 pytestmark = pytest.mark.self_check
 
@@ -52,14 +46,6 @@ def each_layer_before_reducing(model: nn.Module, shard: Batch, rank: Rank) -> No
     for layer in model.children():
         clip_grad_norm_(list(layer.parameters()), MAX_NORM)  # the fault
     average(model, rank.world_size)
-
-
-def each_by_hand(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    loss(ddp, shard).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad *= min(1.0, MAX_NORM / float(parameter.grad.norm()))  # the fault
 
 
 def each_micro_batch(model: nn.Module, shard: Batch, rank: Rank) -> None:
@@ -122,14 +108,6 @@ def shuffled_list(model: nn.Module, batch: Batch, rank: Rank) -> None:
     train_on(model, batch, order[rank.rank :: rank.world_size])
 
 
-def sampler_seeded_by_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
-    dataset = TensorDataset(batch["rows"], batch["targets"])
-    sampler: Any = DistributedSampler(dataset, 4, rank.rank, seed=rank.rank)  # the fault
-    rows, targets = next(iter(DataLoader(dataset, batch_size=6, sampler=sampler)))
-    ddp = DistributedDataParallel(model)
-    loss(ddp, {"rows": rows, "targets": targets}).backward()
-
-
 def one_order(batch: Batch) -> Tensor:
     return torch.randperm(len(batch["rows"]), generator=torch.Generator().manual_seed(3))
 
@@ -142,17 +120,6 @@ def overlapping_slices(model: nn.Module, batch: Batch, rank: Rank) -> None:
     order = one_order(batch)
     begin = max(0, 6 * rank.rank - 1)  # the fault
     train_on(model, batch, order[begin : begin + 6])
-
-
-def local_rank_for_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
-    order = one_order(batch)
-    train_on(model, batch, order[rank.local_rank :: rank.world_size])  # the fault
-
-
-def slices_that_overlap(model: nn.Module, batch: Batch, rank: Rank) -> None:
-    size = len(batch["rows"]) // rank.world_size
-    start = min(size * rank.rank, len(batch["rows"]) - size - 2)
-    train_on(model, batch, slice(start, start + size + 2))
 
 
 def padded(model: nn.Module, batch: Batch, rank: Rank) -> None:
@@ -312,15 +279,6 @@ def loss_divided_by_full_window(model: nn.Module, shard: Batch, rank: Rank) -> N
             (loss(ddp, micro_batch) / FULL_WINDOW).backward()  # the fault
 
 
-def gradient_divided_by_full_window(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    for micro_batch in window(shard):
-        loss(model, micro_batch).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= FULL_WINDOW * rank.world_size  # the fault
-
-
 def window_divided_by(number: float, by_ranks_too: bool = False) -> Any:
     def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
         for micro_batch in window(shard):
@@ -341,17 +299,13 @@ FULL = "last_window_divided_by_full"
     [
         (CASE, each_parameter, BY_PARAMETER, ""),
         (CASE, each_layer_before_reducing, BY_PARAMETER, ""),
-        (CASE, each_by_hand, BY_PARAMETER, ""),
         (CASE, each_micro_batch, "clipped_per_micro_batch", "called 3 times"),
         (CASE, scaled("unscales"), "clipped_while_scaled", ""),
         (CASE, scaled("steps"), "clipped_while_scaled", ""),
         (OWN, seeded_by_rank, APART, ""),
-        (OWN, sampler_seeded_by_rank, APART, ""),
-        (OWN, local_rank_for_rank, "shares_overlap", ""),
         (case_of(loss=root), under_ddp(root), STATISTIC, "the square of the loss is a mean"),
         (case_of(loss=logarithm), under_ddp(logarithm), STATISTIC, "the exponential of the"),
         (CASE, loss_divided_by_full_window, FULL, ""),
-        (CASE, gradient_divided_by_full_window, FULL, ""),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -392,7 +346,6 @@ def test_the_fix_of_a_factor_says_whether_it_is_enough(case: Any, of_case: Any, 
         (CASE, norms_that_nothing_exceeds, {"sum_not_mean"}),
         (OWN, shuffled_list, {APART}),
         (OWN, overlapping_slices, {"shares_overlap"}),
-        (OWN, slices_that_overlap, {"shares_overlap"}),
         (OWN, padded_to_batches_of_four, {"sampler_padding_counted"}),
         (case_of(loss=root), not_averaged(root), {"no_all_reduce"}),
         (CASE, window_divided_by(1), {"accumulation_not_divided"}),

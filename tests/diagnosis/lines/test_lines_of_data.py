@@ -19,30 +19,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_equivalence import Case, check
-from tests.diagnosis.lines.faulty_line import Step, case, checked, faults, notes, rows
-from tests.package.pointed_at import MARK
-
-Batch = dict[str, Tensor]
-
-
-def all_reduce_gradients(model: nn.Module, world_size: int) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+from tests.diagnosis.names.small_case import average
+from tests.package.pointed_at import (
+    MARK,
+    Rows,
+    Step,
+    checked,
+    faulty_lines,
+    make_rows,
+    marked_case,
+    mean_loss,
+    notes,
+)
 
 
-def loaded(batch: Batch, sampler: Any, size: int, drop_last: bool = False) -> Iterator[Batch]:
+def loaded(batch: Rows, sampler: Any, size: int, drop_last: bool = False) -> Iterator[Rows]:
     data = TensorDataset(batch["x"], batch["y"])
     loader = DataLoader(data, batch_size=size, sampler=sampler, drop_last=drop_last)
     for inputs, targets in loader:
         yield {"x": inputs, "y": targets}
 
 
-def no_sampler(model: nn.Module, batch: Batch, rank: Any) -> None:
+def no_sampler(model: nn.Module, batch: Rows, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     data = TensorDataset(batch["x"], batch["y"])
     loader = DataLoader(data, batch_size=len(data) // rank.world_size)  # the fault
@@ -52,44 +50,25 @@ def no_sampler(model: nn.Module, batch: Batch, rank: Any) -> None:
     loss.backward()
 
 
-def sampler_of_rank_0(model: nn.Module, batch: Batch, rank: Any) -> None:
-    ddp = DistributedDataParallel(model)
-    data = TensorDataset(batch["x"], batch["y"])
-    world_size = dist.get_world_size()
-    sampler = DistributedSampler(data, world_size, rank=rank.node, shuffle=False)  # the fault
-    for part in loaded(batch, sampler, len(sampler)):
-        loss_of(ddp, part).backward()
-
-
-def sampler_that_pads(model: nn.Module, batch: Batch, rank: Any) -> None:
+def sampler_that_pads(model: nn.Module, batch: Rows, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     data = TensorDataset(batch["x"], batch["y"])
     sampler = DistributedSampler(data, shuffle=False)  # the fault
     sampler.set_epoch(0)
     for part in loaded(batch, sampler, len(sampler)):
-        loss = loss_of(ddp, part)
+        loss = mean_loss(ddp, part)
         loss.backward()
 
 
-def sampler_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
+def sampler_that_drops(model: nn.Module, batch: Rows, rank: Any) -> None:
     data = TensorDataset(batch["x"], batch["y"])
     sampler = DistributedSampler(data, shuffle=False, drop_last=True)  # the fault
     for part in loaded(batch, sampler, len(sampler), drop_last=True):
-        loss_of(model, part).backward()
-    all_reduce_gradients(model, rank.world_size)
+        mean_loss(model, part).backward()
+    average(model, rank.world_size)
 
 
-def loader_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
-    data = TensorDataset(batch["x"], batch["y"])
-    loader = DataLoader(data, batch_size=3, drop_last=True)  # the fault
-    model.zero_grad()
-    for inputs, targets in loader:
-        loss = loss_of(model, {"x": inputs, "y": targets}) / len(loader)
-        loss.backward()
-    all_reduce_gradients(model, rank.world_size)
-
-
-def train_on(model: nn.Module, mine: Batch, examples: int) -> None:
+def train_on(model: nn.Module, mine: Rows, examples: int) -> None:
     """Every example counts 1 / examples."""
     errors = (model(mine["x"]) - mine["y"]).square().mean(1)
     (errors.sum() / examples).backward()
@@ -97,18 +76,18 @@ def train_on(model: nn.Module, mine: Batch, examples: int) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def reader_of(rank: Any, examples: int) -> Callable[[Batch], Batch]:
+def reader_of(rank: Any, examples: int) -> Callable[[Rows], Rows]:
     """A closure that knows the rank."""
     size = examples // rank.world_size
     begin = rank.local_rank * size  # the fault
 
-    def read(batch: Batch) -> Batch:
+    def read(batch: Rows) -> Rows:
         return {name: leaf[begin : begin + size] for name, leaf in batch.items()}
 
     return read
 
 
-def in_a_closure(model: nn.Module, batch: Batch, rank: Any) -> None:
+def in_a_closure(model: nn.Module, batch: Rows, rank: Any) -> None:
     read = reader_of(rank, len(batch["x"]))
     train_on(model, read(batch), len(batch["x"]))
 
@@ -116,7 +95,7 @@ def in_a_closure(model: nn.Module, batch: Batch, rank: Any) -> None:
 class Stream:
     """Goes through the rows of a rank."""
 
-    def __init__(self, batch: Batch, rank: Any) -> None:
+    def __init__(self, batch: Rows, rank: Any) -> None:
         self.pairs = list(zip(batch["x"], batch["y"], strict=True))
         self.rank = rank
 
@@ -124,7 +103,7 @@ class Stream:
         yield from islice(self.pairs, self.rank.rank, None, self.rank.world_size)
 
 
-def in_two_places(model: nn.Module, batch: Batch, rank: Any) -> None:
+def in_two_places(model: nn.Module, batch: Rows, rank: Any) -> None:
     stream = Stream(batch, rank)
     size, own = rank.world_size, rank.rank
     kept = [row for place, row in enumerate(stream) if place % size == own]  # the fault
@@ -134,53 +113,36 @@ def in_two_places(model: nn.Module, batch: Batch, rank: Any) -> None:
     train_on(model, mine, len(batch["x"]))
 
 
-def loaded_at_once(batch: Batch, sampler: Any) -> Batch:
+def loaded_at_once(batch: Rows, sampler: Any) -> Rows:
     data = TensorDataset(batch["x"], batch["y"])
     inputs, targets = next(iter(DataLoader(data, batch_size=len(data), sampler=sampler)))
     return {"x": inputs, "y": targets}
 
 
-class Sampled:
-    """Makes a sampler with what it has kept of the rank."""
-
-    def __init__(self, rank: Any) -> None:
-        self.place = rank.local_rank  # the fault
-        self.workers = rank.world_size
-
-    def sampler(self, data: Any) -> Any:
-        return DistributedSampler(data, self.workers, self.place, shuffle=False)
-
-
-def in_a_sampler(model: nn.Module, batch: Batch, rank: Any) -> None:
-    mine = loaded_at_once(batch, Sampled(rank).sampler(batch["x"]))
-    train_on(model, mine, len(batch["x"]))
-
-
-def in_a_sampler_of_too_many(model: nn.Module, batch: Batch, rank: Any) -> None:
+def in_a_sampler_of_too_many(model: nn.Module, batch: Rows, rank: Any) -> None:
     workers = rank.world_size * 2  # the fault
     sampler = DistributedSampler(batch["x"], num_replicas=workers, rank=rank.rank, shuffle=False)
     train_on(model, loaded_at_once(batch, sampler), len(batch["x"]))
 
 
-def beside_another_fault(model: nn.Module, batch: Batch, rank: Any) -> None:
+def beside_another_fault(model: nn.Module, batch: Rows, rank: Any) -> None:
     in_a_closure(model, batch, rank)
     model[0].bias.grad[rank.rank] += 0.1
 
 
-def right_shares_and_a_wrong_factor(model: nn.Module, batch: Batch, rank: Any) -> None:
+def right_shares_and_a_wrong_factor(model: nn.Module, batch: Rows, rank: Any) -> None:
     own = slice(int(rank), None, rank.world_size)
     train_on(model, {name: leaf[own] for name, leaf in batch.items()}, len(batch["x"]) * 3)
 
 
-OWN = case(shards="own")
-OWN_TEN = case(shards="own", batch=partial(rows, count=10))
-DEALT = case()
+OWN = marked_case("1x4", shards="own")
+OWN_TEN = marked_case("1x4", shards="own", batch=partial(make_rows, count=10))
+DEALT = marked_case("1x4")
 
-ON_NODES = case("2x2", shards="own")
+ON_NODES = marked_case("2x2", shards="own")
 
 FAULTS = [
     (no_sampler, OWN, "every_rank_same_data", "all 4 ranks read"),
-    (sampler_of_rank_0, OWN, "every_rank_same_data", "all 4 ranks read"),
     (
         sampler_that_pads,
         OWN_TEN,
@@ -193,9 +155,7 @@ FAULTS = [
         "examples_dropped",
         "leaves out 2 examples",
     ),
-    (loader_that_drops, DEALT, "examples_dropped", "that is not full"),
     (in_a_closure, ON_NODES, "shares_overlap", "uses rank.local_rank"),
-    (in_a_sampler, ON_NODES, "shares_overlap", "gives rank"),
     (in_two_places, ON_NODES, "examples_dropped", "uses self.rank.rank"),
     (in_a_sampler_of_too_many, ON_NODES, "examples_dropped", "gives num_replicas"),
 ]
@@ -206,7 +166,7 @@ def test_the_line_that_gives_ranks_wrong_examples_is_pointed_at(
     step: Step, given: Case, cause: str, note: str
 ) -> None:
     verdict = checked(given, step, cause)
-    assert any(MARK in line for line in faults(verdict)), verdict
+    assert any(MARK in line for line in faulty_lines(verdict)), verdict
     assert note in notes(verdict)
 
 

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, check
-from tests.diagnosis.lines.faulty_line import Step, case, checked, faults, notes
-
-Batch = dict[str, Tensor]
+from tests.diagnosis.names.small_case import average
+from tests.package.pointed_at import Rows, Step, checked, faulty_lines, marked_case, notes
 
 
 class Normalised(nn.Module):
@@ -57,14 +56,7 @@ class Dropping(nn.Module):
         return outputs
 
 
-def average(model: nn.Module, world_size: int) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(world_size)
-
-
-def one_pass(model: nn.Module, batch: Batch, rank: Any) -> None:
+def one_pass(model: nn.Module, batch: Rows, rank: Any) -> None:
     model.train()
     outputs = model(batch["x"])
     loss = F.mse_loss(outputs, batch["y"])
@@ -72,20 +64,20 @@ def one_pass(model: nn.Module, batch: Batch, rank: Any) -> None:
     average(model, rank.world_size)
 
 
-def with_ddp(model: nn.Module, batch: Batch, rank: Any) -> None:
+def with_ddp(model: nn.Module, batch: Rows, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     loss = F.mse_loss(ddp(batch["x"]), batch["y"])
     loss.backward()
 
 
-def seeded_alike(model: nn.Module, batch: Batch, rank: Any) -> None:
+def seeded_alike(model: nn.Module, batch: Rows, rank: Any) -> None:
     torch.manual_seed(rank.rank)
     torch.randn(3)
     torch.manual_seed(1234)
     one_pass(model, batch, rank)
 
 
-def compared(model: nn.Module, batch: Batch) -> Tensor:
+def compared(model: nn.Module, batch: Rows) -> Tensor:
     """Each example must be nearer to its own target than to those of the others."""
     outputs = F.normalize(model(batch["x"]), dim=1)
     targets = F.normalize(batch["y"], dim=1)
@@ -106,7 +98,7 @@ class Gathering:
         parts[self.rank.rank] = tensor
         return torch.cat(parts)
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Rows) -> Tensor:
         outputs = self.model(batch["x"])
         outputs = self.gather(outputs)
         targets = self.gather(batch["y"])
@@ -114,13 +106,13 @@ class Gathering:
         return F.cross_entropy(similar / 0.5, torch.arange(len(similar)))
 
 
-def gathers_without_gradient(model: nn.Module, batch: Batch, rank: Any) -> None:
+def gathers_without_gradient(model: nn.Module, batch: Rows, rank: Any) -> None:
     gathering = Gathering(model, rank)
     gathering.loss(batch).backward()
     average(model, rank.world_size)
 
 
-def catalogue_loss(model: nn.Module, batch: Batch) -> Tensor:
+def catalogue_loss(model: nn.Module, batch: Rows) -> Tensor:
     """The same as the catalogue's loss on batch statistics, as a user would write it."""
     outputs = model(batch["inputs"])
     error = F.mse_loss(outputs, batch["targets"])
@@ -130,7 +122,7 @@ def catalogue_loss(model: nn.Module, batch: Batch) -> Tensor:
     return total
 
 
-def penalises_the_variance(model: nn.Module, batch: Batch, rank: Any) -> None:
+def penalises_the_variance(model: nn.Module, batch: Rows, rank: Any) -> None:
     loss = catalogue_loss(model, batch)
     loss.backward()
     average(model, rank.world_size)
@@ -153,10 +145,10 @@ class Functional(nn.Module):
         return outputs
 
 
-NORMALISED = case(model=Normalised)
-DROPPING = case(model=Dropping)
-FUNCTIONAL = case(model=Functional)
-COMPARED = case(loss=compared)
+NORMALISED = marked_case("1x4", model=Normalised)
+DROPPING = marked_case("1x4", model=Dropping)
+FUNCTIONAL = marked_case("1x4", model=Functional)
+COMPARED = marked_case("1x4", loss=compared)
 STATISTICS = Case(model="mlp", loss="batch_statistics", layout="1x4")
 
 PROPERTIES = [
@@ -190,26 +182,26 @@ def test_a_property_is_shown_where_the_forward_pass_or_the_loss_has_it(
     given: Case, step: Step, cause: str, line: str, note: str
 ) -> None:
     verdict = checked(given, step, cause)
-    assert faults(verdict) == [line]
+    assert faulty_lines(verdict) == [line]
     assert note in notes(verdict)
 
 
 def test_the_line_that_gives_all_ranks_one_seed_is_pointed_at() -> None:
     verdict = checked(DROPPING, seeded_alike, "dropout_same_on_all_ranks")
-    assert faults(verdict) == ["torch.manual_seed(1234)"]
+    assert faulty_lines(verdict) == ["torch.manual_seed(1234)"]
     assert "hidden = self.drop(hidden)  Dropout drop drops the same positions" in notes(verdict)
 
 
 def test_the_gather_that_loses_the_gradient_is_pointed_at() -> None:
     verdict = checked(COMPARED, gathers_without_gradient, "gather_without_gradient")
-    assert faults(verdict) == ["dist.all_gather(parts, tensor)"]
+    assert faulty_lines(verdict) == ["dist.all_gather(parts, tensor)"]
     assert "12 elements, which require a gradient; what it returns has none" in notes(verdict)
 
 
 def test_dropout_is_shown_where_the_big_batch_cannot_be_given_its_masks() -> None:
     verdict = check(FUNCTIONAL, one_pass, steps=2)
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
-    assert faults(verdict) == ["hidden = F.dropout(hidden, 0.4, self.training)"]
+    assert faulty_lines(verdict) == ["hidden = F.dropout(hidden, 0.4, self.training)"]
     assert "dropout draws other masks for a shard than for the big batch" in notes(verdict)
 
 

@@ -165,8 +165,9 @@ def half_precision_was_reduced(verdict: Verdict) -> bool:
 
 
 def inside_backward(verdict: Verdict) -> bool:
+    """In one backward of a rank at least, such as that of one micro-batch."""
     backwards = [one for seen in ranks(verdict) for one in seen.backwards]
-    return all((end or 0) > (begin or 0) for begin, end in (one.issued for one in backwards))
+    return any((end or 0) > (begin or 0) for begin, end in (one.issued for one in backwards))
 
 
 def several_buckets(verdict: Verdict) -> bool:

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ddp_equivalence import Rank
-from tests.diagnosis.names.small_case import Loss, Step, average, squares
+from tests.diagnosis.names.small_case import Loss, Step, average
+from tests.package.own_cases import loss as squares
 
 
 class Layers(nn.Module):
@@ -43,13 +44,6 @@ class Layers(nn.Module):
 class FunctionalDropout(Layers):
     def changed(self, hidden: Tensor) -> Tensor:
         return F.dropout(hidden, 0.3, training=True)
-
-
-class StochasticDepth(Layers):
-    def forward(self, rows: Tensor) -> Any:
-        hidden = torch.tanh(self.first(rows))
-        kept = (torch.rand(len(rows), 1) < 0.7).to(hidden.dtype)
-        return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
 
 
 class PythonsDepth(Layers):
@@ -150,9 +144,8 @@ def noisy_squares(model: nn.Module, batch: Any) -> Tensor:
 
 
 DRAWING: list[tuple[Any, Loss]] = [
-    *((model, squares) for model in (FunctionalDropout, StochasticDepth, PythonsDepth)),
-    *((model, squares) for model in (Latent, Attention, ModuleDropout, GeneratorOfTheRank)),
-    (Checkpointed, squares),
+    *((model, squares) for model in (FunctionalDropout, PythonsDepth, Latent, Attention)),
+    *((model, squares) for model in (ModuleDropout, GeneratorOfTheRank, Checkpointed)),
     (Layers, noisy_squares),
     (Layers, denoised),
 ]

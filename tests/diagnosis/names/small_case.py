@@ -5,40 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.report.verdict import Verdict
-
-EXAMPLES = 12
+from tests.package.own_cases import own_case
 
 Step = Callable[[nn.Module, Any, Rank], None]
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "rows": torch.randn(EXAMPLES, 5, generator=generator),
-        "targets": torch.randn(EXAMPLES, 3, generator=generator),
-    }
-
-
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch["rows"]), batch["targets"])
-
-
 def case(layout: str = "1x2", **changes: Any) -> Case:
-    fields: dict[str, Any] = {"model": build_model, "batch": make_batch, "loss": squares}
-    return Case(**(fields | {"layout": layout} | changes))
+    return own_case(layout=layout, **changes)
 
 
 def average(model: nn.Module, divisor: float) -> None:

@@ -29,7 +29,8 @@ from tests.diagnosis.names import (
     test_reductions,
 )
 from tests.diagnosis.names.claims import CLAIMS, false_claims
-from tests.diagnosis.names.small_case import Step, average, case, squares
+from tests.diagnosis.names.small_case import Step, average, case
+from tests.package.own_cases import loss as squares
 
 pytestmark = pytest.mark.self_check
 
@@ -94,12 +95,18 @@ def test_a_report_on_a_planted_fault_says_only_what_was_seen(
     assert false_claims(verdict, text) == [], text
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_report_on_a_fault_in_its_own_strategy_says_only_what_was_seen(fault: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=pytest.mark.thorough if FAULTS[one].own_step else ())
+        for one in FAULTS
+    ],
+)
+def test_a_report_on_a_fault_in_its_own_strategy_says_only_what_was_seen(name: str) -> None:
     """Where the fault is one of the model, the loss or the data, no step of a user's has it."""
-    trials = fault_trials([fault], ["2x2", "1+3"], every=False)
+    trials = fault_trials([name], ["2x2", "1+3"], every=False)
     trial = next(one.trial for one in trials if one.why_it_cannot_show is None)
-    with planted(fault):
+    with planted(name):
         verdict = check(trial.case, trial.strategy, **trial.options)
         text = report(verdict)
     assert verdict.outcome == "different"
@@ -136,7 +143,7 @@ FAULTY_STEPS: list[Step] = [
     test_reductions.flat_buffer_is_not_copied_back,
     test_reductions.parameters_are_reduced,
     test_reductions.nothing_is_reduced,
-    test_reductions.AfterwardsOnTheirOwn.all_layers,
+    test_reductions.all_layers_afterwards,
     test_reductions.unlike_factors,
     test_reductions.clips_values_and_averages,
     test_reductions.counts_rank_1_by_half,

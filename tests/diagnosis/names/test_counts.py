@@ -11,15 +11,8 @@ from torch.nn import functional as F
 
 from ddp_equivalence import check
 from tests.combinations import each_once
-from tests.diagnosis.names.small_case import (
-    EXAMPLES,
-    Loss,
-    by_hand,
-    case,
-    make_batch,
-    report_of,
-    under_ddp,
-)
+from tests.diagnosis.names.small_case import Loss, by_hand, case, report_of, under_ddp
+from tests.package.own_cases import EXAMPLES, make_batch
 
 pytestmark = pytest.mark.self_check
 

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.names.small_case import Step, average, case, report_of, squares
+from tests.diagnosis.names.small_case import Step, average, case, report_of
+from tests.package.own_cases import loss as squares
 
 pytestmark = pytest.mark.self_check
 
@@ -55,9 +56,8 @@ def probes_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
     average(model, rank.world_size)
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-def test_an_earlier_backward_over_a_part_is_stale_and_no_padding(layout: str) -> None:
-    verdict = check(case(layout), probes_by_hand)
+def test_an_earlier_backward_over_a_part_is_stale_and_no_padding() -> None:
+    verdict = check(case("1x4"), probes_by_hand)
     assert verdict.causes == ("stale_gradient_added",), verdict
     assert "backward was called 2 times in this step" in report_of(verdict)
 
@@ -81,6 +81,7 @@ def puts_its_own_slice_back(model: nn.Module, shard: Any, rank: Rank) -> None:
 def test_outputs_gathered_without_a_gradient_are_not_averaged_twice(layout: str) -> None:
     verdict = check(case(layout, loss=squares), puts_its_own_slice_back)
     assert verdict.causes == ("gather_without_gradient",), verdict
+    assert "begins at the loss of the whole batch on every rank" in report_of(verdict)
 
 
 def matches(outputs: Tensor, others: Tensor, first: int = 0) -> Tensor:
@@ -108,8 +109,7 @@ def matches_own_rows(keeps_own: bool, with_gradient: bool = False, times: float 
     return step
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize("keeps_own", [True, False])
+@pytest.mark.parametrize(("keeps_own", "layout"), [(True, "1x2"), (False, "1x4")])
 def test_own_rows_against_outputs_gathered_without_a_gradient_are_named(
     keeps_own: bool, layout: str
 ) -> None:
@@ -153,11 +153,6 @@ def test_a_count_that_is_summed_in_the_forward_pass_is_no_gather(is_spoilt: bool
     verdict = check(uneven, by_the_count_of_all)
     assert verdict.outcome == ("different" if is_spoilt else "same")
     assert "gather_without_gradient" not in verdict.causes, verdict
-
-
-def test_the_words_are_those_of_the_loss_of_the_whole_batch_where_every_rank_has_it() -> None:
-    text = report_of(check(case(loss=squares), puts_its_own_slice_back))
-    assert "begins at the loss of the whole batch on every rank" in text
 
 
 def adds_up_halves(model: nn.Module, shard: Any, rank: Rank) -> None:

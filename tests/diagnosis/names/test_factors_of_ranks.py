@@ -13,24 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.report.verdict import Verdict
-from tests.diagnosis.causes.named import faulty_lines, first_finding, lines_shown
-from tests.diagnosis.names.small_case import Loss, Step, average, case, checked, report_of, squares
+from tests.combinations import each_once
+from tests.diagnosis.causes.named import first_finding
+from tests.diagnosis.names.small_case import Loss, Step, average, case, checked, report_of
+from tests.package.own_cases import loss as squares
+from tests.package.pointed_at import faulty_lines, lines_shown
 
 pytestmark = pytest.mark.self_check
-
-OF_RANKS = {"averaged_twice", "sum_not_mean", "mean_not_sum"}
 
 
 def half_the_loss(model: nn.Module, shard: Any, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     loss = 0.5 * squares(ddp, shard)  # the factor
-    loss.backward()
-
-
-def one_of_two_micro_batches(model: nn.Module, shard: Any, rank: Rank) -> None:
-    ddp = DistributedDataParallel(model)
-    micro_batches = 2
-    loss = squares(ddp, shard) / micro_batches  # the factor
     loss.backward()
 
 
@@ -50,11 +44,7 @@ def marked(verdict: Verdict) -> list[str]:
 
 @pytest.mark.parametrize(
     ("step", "factor"),
-    [
-        (half_the_loss, 0.5),
-        (one_of_two_micro_batches, 0.5),
-        (twice_the_loss, 2),
-    ],
+    [(half_the_loss, 0.5), (twice_the_loss, 2)],
 )
 def test_a_factor_that_one_rank_leaves_too_has_no_name_and_its_line_is_marked(
     step: Step, factor: float
@@ -96,11 +86,6 @@ def gradients_by_ranks_twice(model: nn.Module, shard: Any, rank: Rank) -> None:
         parameter.grad.div_(rank.world_size)
 
 
-def loss_by_ranks_and_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
-    (squares(model, shard) / dist.get_world_size()).backward()
-    average(model, rank.world_size)
-
-
 def sum_of_ranks(model: nn.Module, shard: Any, rank: Rank) -> None:
     squares(model, shard).backward()
     average(model, 1)
@@ -111,17 +96,15 @@ def mean_of_sums(model: nn.Module, shard: Any, rank: Rank) -> None:
     summed(ddp, shard).backward()
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize(
-    ("step", "loss", "cause"),
-    [
-        (loss_by_ranks, squares, "averaged_twice"),
-        (gradients_by_ranks_twice, squares, "averaged_twice"),
-        (loss_by_ranks_and_by_hand, squares, "averaged_twice"),
-        (sum_of_ranks, squares, "sum_not_mean"),
-        (mean_of_sums, summed, "mean_not_sum"),
-    ],
-)
+FACTORS = [
+    (loss_by_ranks, squares, "averaged_twice"),
+    (gradients_by_ranks_twice, squares, "averaged_twice"),
+    (sum_of_ranks, squares, "sum_not_mean"),
+    (mean_of_sums, summed, "mean_not_sum"),
+]
+
+
+@pytest.mark.parametrize(("step", "loss", "cause", "layout"), each_once(FACTORS, ["1x2", "1x4"]))
 def test_a_factor_that_comes_with_the_ranks_is_named(
     step: Step, loss: Loss, cause: str, layout: str
 ) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.names.small_case import Step, average, case, report_of, squares
+from tests.diagnosis.names.small_case import Step, average, case, report_of
+from tests.package.own_cases import loss as squares
 
 pytestmark = pytest.mark.self_check
 
@@ -45,9 +46,10 @@ def test_a_reduction_in_bfloat16_is_still_named() -> None:
     assert verdict.causes == ("low_precision_reduce",), verdict
 
 
-@pytest.mark.parametrize("layout", ["1x4", "2x2"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("divisor", [3, 8])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "divisor"),
+    [("1x4", torch.float64, 3), ("2x2", torch.float16, 8), ("2x2", torch.float64, 8)],
+)
 def test_a_world_size_of_another_run_is_one_cause(
     layout: str, dtype: torch.dtype, divisor: int
 ) -> None:
@@ -65,9 +67,8 @@ def divides_a_buffer_by_eight(model: nn.Module, shard: Any, rank: Rank) -> None:
     nn.utils.vector_to_parameters(flat / 8, gradients)
 
 
-@pytest.mark.parametrize("layout", ["1x4", "2x2"])
-def test_a_number_that_was_not_seen_is_not_two_causes(layout: str) -> None:
-    verdict = check(case(layout), divides_a_buffer_by_eight)
+def test_a_number_that_was_not_seen_is_not_two_causes() -> None:
+    verdict = check(case("2x2"), divides_a_buffer_by_eight)
     assert len(verdict.causes) < 2, verdict
     assert "every rank holds 0.50 0.50" in report_of(verdict)
 

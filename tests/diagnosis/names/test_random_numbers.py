@@ -19,7 +19,6 @@ from tests.diagnosis.names.drawing_models import (
     DRAWING,
     Device,
     FunctionalDropout,
-    GeneratorOfTheRank,
     Layers,
     ModuleDropout,
     another_device,
@@ -32,15 +31,14 @@ from tests.diagnosis.names.drawing_models import (
 from tests.diagnosis.names.small_case import (
     Loss,
     average,
-    build_model,
     by_hand,
     case,
     checked,
-    make_batch,
     report_of,
-    squares,
     under_ddp,
 )
+from tests.package.own_cases import build_model, make_batch
+from tests.package.own_cases import loss as squares
 
 pytestmark = pytest.mark.self_check
 
@@ -68,7 +66,7 @@ def test_whatever_draws_is_compared_with_the_numbers_that_the_ranks_drew(
     assert verdict.error <= verdict.limit
     assert all(one.same for one in verdict.comparison.parameters)
     assert SAME in told(verdict)
-    assert "Rank 0 drew at" in told(verdict)
+    assert "Rank 0 drew at tests/diagnosis/names/drawing_models.py:" in told(verdict)
 
 
 FAULTS = [
@@ -96,12 +94,11 @@ class NormalisedDropout(Layers):
         return F.dropout(self.norm(hidden), 0.3)
 
 
-@pytest.mark.parametrize("device", [on_the_cpu, another_device])
 @pytest.mark.parametrize(
-    ("changes", "cause"),
+    ("changes", "cause", "device"),
     [
-        ({"shards": "5+4+2+1"}, "uneven_shards_weighted_equally"),
-        ({"model": NormalisedDropout}, "batch_norm_local_statistics"),
+        ({"shards": "5+4+2+1"}, "uneven_shards_weighted_equally", on_the_cpu),
+        ({"model": NormalisedDropout}, "batch_norm_local_statistics", another_device),
     ],
 )
 def test_random_numbers_excuse_no_shard(
@@ -140,12 +137,6 @@ def test_the_numbers_are_the_only_difference_in_other_cases(changes: dict[str, A
     verdict = check(case(**fields), right(squares, another_device))
     assert verdict.outcome == "same", verdict
     assert SAME in told(verdict)
-
-
-def test_the_line_that_drew_is_shown_with_its_rank() -> None:
-    verdict = check(case("1x2", model=GeneratorOfTheRank), right(squares, on_the_cpu))
-    assert verdict.outcome == "same", verdict
-    assert "Rank 0 drew at tests/diagnosis/names/drawing_models.py:" in told(verdict)
 
 
 class RandomSlopes(Layers):

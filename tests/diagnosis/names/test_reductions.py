@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.names.small_case import Step, average, case, checked, report_of, squares
+from tests.diagnosis.names.small_case import Step, average, case, checked, report_of
+from tests.package.own_cases import loss as squares
 
 pytestmark = pytest.mark.self_check
 
@@ -120,23 +121,19 @@ def test_gradients_that_stay_in_their_node_were_reduced(step: Any) -> None:
     assert "No gradient was reduced" not in report_of(verdict)
 
 
-class AfterwardsOnTheirOwn:
-    """Steps whose second backward runs after DDP has reduced."""
-
-    @staticmethod
-    def all_layers(model: nn.Module, shard: Any, rank: Rank) -> None:
-        ddp = DistributedDataParallel(model)
-        F.mse_loss(ddp(shard["rows"]), shard["targets"]).backward()
-        (0.1 * model(shard["rows"]).square().mean()).backward()
+def all_layers_afterwards(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The second backward runs after DDP has reduced."""
+    ddp = DistributedDataParallel(model)
+    F.mse_loss(ddp(shard["rows"]), shard["targets"]).backward()
+    (0.1 * model(shard["rows"]).square().mean()).backward()
 
 
 def with_small_outputs(model: Any, batch: Any) -> Any:
     return squares(model, batch) + 0.1 * model(batch["rows"]).square().mean()
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-def test_a_backward_after_the_reduction_gets_no_hint_that_nothing_was_reduced(layout: str) -> None:
-    verdict = check(case(layout, loss=with_small_outputs), AfterwardsOnTheirOwn.all_layers)
+def test_a_backward_after_the_reduction_gets_no_hint_that_nothing_was_reduced() -> None:
+    verdict = check(case("1x4", loss=with_small_outputs), all_layers_afterwards)
     assert verdict.outcome == "different"
     assert not set(verdict.causes) & set(WITHOUT_REDUCTION), verdict
 
@@ -161,8 +158,7 @@ def clips_values_and_averages(model: nn.Module, shard: Any, rank: Rank) -> None:
     average(model, rank.world_size)
 
 
-@pytest.mark.parametrize("layout", ["1x2", "1x4"])
-@pytest.mark.parametrize("second_look", [True, False])
+@pytest.mark.parametrize(("layout", "second_look"), [("1x2", True), ("1x4", False)])
 def test_clipped_values_that_were_averaged_are_not_called_unreduced(
     layout: str, second_look: bool
 ) -> None:

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.causes.named import faulty_lines
-from tests.diagnosis.names.small_case import average, case, report_of, squares
+from tests.diagnosis.names.small_case import average, case, report_of
+from tests.package.own_cases import loss as squares
+from tests.package.pointed_at import faulty_lines
 
 pytestmark = pytest.mark.self_check
 

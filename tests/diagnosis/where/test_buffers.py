@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +26,6 @@ class Centred(nn.Module):
         self.first = nn.Linear(6, 8)
         self.head = nn.Linear(8, 3)
         self.register_buffer("centre", torch.zeros(8))
-        self.reduces = False
 
     def forward(self, rows: Tensor) -> Any:
         hidden = self.first(rows)
@@ -38,9 +36,6 @@ class Centred(nn.Module):
 
     def follow(self, hidden: Tensor) -> None:
         mean = hidden.mean(0)
-        if self.reduces:
-            dist.all_reduce(mean)
-            mean = mean / dist.get_world_size()
         self.centre.lerp_(mean, 0.5)  # fault
 
 
@@ -80,11 +75,6 @@ def under_ddp(model: Any, shard: Any, rank: Any) -> None:
     loss(ddp, shard).backward()
 
 
-def reduced(model: Any, shard: Any, rank: Any) -> None:
-    model.reduces = True
-    by_hand(model, shard, rank)
-
-
 def test_buffers_that_differ_where_a_later_step_reads_them_are_named() -> None:
     verdict = check(CENTRED, by_hand, steps=2)
     assert verdict.causes == ("buffers_differ_between_ranks",), str(verdict)
@@ -100,12 +90,6 @@ def test_buffers_of_rank_0_that_all_ranks_read_are_shown() -> None:
     assert found is not None
     assert found.headline.startswith("the ranks' mean loss is")
     assert distance(found, Centred) <= NEAR
-
-
-def test_buffers_that_are_reduced_make_no_difference() -> None:
-    verdict = check(CENTRED, reduced, steps=2)
-    assert verdict.outcome == "same", str(verdict)
-    assert verdict.differing_buffers == ()
 
 
 @pytest.mark.parametrize("step", [by_hand, under_ddp])

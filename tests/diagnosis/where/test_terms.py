@@ -47,22 +47,6 @@ def scales_one_term(model: Any, shard: Any, rank: Any) -> None:
     total.backward()
 
 
-class Learner:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def learn(self, shard: Any) -> None:
-        losses = dict(zip(("value", "policy"), terms_of(self.model, shard), strict=True))
-        weighted = losses["value"] * 2.0  # fault
-        rest = losses["policy"] * 0.5
-        (weighted + rest).backward()
-        average(self.model)
-
-
-def weights_one_term_twice(model: Any, shard: Any, rank: Any) -> None:
-    Learner(model).learn(shard)
-
-
 def reduces_one_head_twice(model: Any, shard: Any, rank: Any) -> None:
     both(model, shard).backward()
     average(model)
@@ -75,7 +59,7 @@ TWO_HEADS = replace(CASE, model=TwoHeads, loss=both)
 
 @pytest.mark.parametrize(
     ("step", "function"),
-    [(scales_one_term, scales_one_term), (weights_one_term_twice, Learner)],
+    [(scales_one_term, scales_one_term)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_term_that_counts_otherwise_is_found(step: Callable[..., Any], function: Any) -> None:

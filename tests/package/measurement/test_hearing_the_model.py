@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,12 +55,6 @@ def gradients_of_single_examples(model: nn.Module, shard: Batch, rank: Rank) -> 
     return averaged({name: one.mean(0) for name, one in gradients.items()}, rank)
 
 
-def directional_derivative_beside(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    parameters = dict(model.named_parameters())
-    jvp(lambda p: value(p, model, shard["rows"], shard["targets"]), (parameters,), (parameters,))
-    right(model, shard, rank)
-
-
 def vmapped_model_beside(model: nn.Module, shard: Batch, rank: Rank) -> None:
     vmap(model, in_dims=1)(torch.stack([shard["rows"]] * 2, 1))
     right(model, shard, rank)
@@ -84,11 +78,6 @@ def scripts_the_model(model: nn.Module, shard: Batch, rank: Rank) -> None:
     right(model, shard, rank)
 
 
-def traces_the_model(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    torch.jit.trace(model, shard["rows"])(shard["rows"])
-    right(model, shard, rank)
-
-
 def exports_the_model(model: nn.Module, shard: Batch, rank: Rank) -> None:
     torch.export.export(model, (shard["rows"],), strict=False)
     right(model, shard, rank)
@@ -104,11 +93,6 @@ def compiles_the_whole_model(model: nn.Module, shard: Batch, rank: Rank) -> None
 def compiles_the_wrapper(model: nn.Module, shard: Batch, rank: Rank) -> None:
     compiled: Any = torch.compile(DistributedDataParallel(model), backend="eager")
     loss(compiled, shard).backward()
-
-
-def traces_symbolically(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    torch.fx.symbolic_trace(model)
-    right(model, shard, rank)
 
 
 def has_a_model_on_meta(model: nn.Module, shard: Batch, rank: Rank) -> None:
@@ -128,16 +112,13 @@ def under_fake_tensors(model: nn.Module, shard: Batch, rank: Rank) -> None:
 STEPS: list[Step] = [
     gradient_by_torch_func,
     gradients_of_single_examples,
-    directional_derivative_beside,
     vmapped_model_beside,
     saves_the_model,
     copies_the_model,
     scripts_the_model,
-    traces_the_model,
     exports_the_model,
     compiles_the_whole_model,
     compiles_the_wrapper,
-    traces_symbolically,
     has_a_model_on_meta,
     under_fake_tensors,
 ]

@@ -57,18 +57,6 @@ def both_parts_under_ddp(model: Any, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
 
 
-def one_part_under_ddp(model: Any, shard: Any, rank: Rank) -> None:
-    model.encoder = DistributedDataParallel(model.encoder)
-    loss(model, shard).backward()
-    for parameter in model.head.parameters():
-        reduce(parameter)
-
-
-def compiled_part(model: Any, shard: Any, rank: Rank) -> None:
-    model.encoder = torch.compile(model.encoder, backend="eager")
-    right_step(model, shard, rank)
-
-
 def checkpointed_part(model: Any, shard: Any, rank: Rank) -> None:
     model.encoder = checkpoint_wrapper(model.encoder)
     right_step(model, shard, rank)
@@ -106,11 +94,6 @@ def copy_of_a_part_under_ddp(model: Any, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
 
 
-def copy_of_a_part_in_a_wrapper_of_ones_own(model: Any, shard: Any, rank: Rank) -> None:
-    model.encoder = Renaming(copy.deepcopy(model.encoder))
-    right_step(model, shard, rank)
-
-
 def swapped_tensors(model: Any, shard: Any, rank: Rank) -> None:
     """torch.utils.swap_tensors refuses tensors that have weak references."""
     model.encoder = Renaming(model.encoder)
@@ -121,10 +104,7 @@ def swapped_tensors(model: Any, shard: Any, rank: Rank) -> None:
 
 RENAMING = (
     swapped_tensors,
-    copy_of_a_part_in_a_wrapper_of_ones_own,
     both_parts_under_ddp,
-    one_part_under_ddp,
-    compiled_part,
     checkpointed_part,
     part_in_a_wrapper_of_ones_own,
     part_that_moves_up,

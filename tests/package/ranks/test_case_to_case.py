@@ -94,7 +94,7 @@ def test_a_compiled_step_is_not_blamed_for_what_the_compiler_leaves(
 ) -> None:
     """The compiler keeps threads, processes and environment variables for its next work."""
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    verdict = check(own_case(), compiled_step, deadline=120.0)
+    verdict = check(own_case(layout="1x1"), compiled_step, deadline=120.0)
     assert verdict.outcome == "same", str(verdict)
     assert not verdict.changed
 

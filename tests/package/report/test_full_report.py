@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.names.small_case import build_model, case, squares
+from tests.diagnosis.names.small_case import case
+from tests.package.own_cases import build_model
+from tests.package.own_cases import loss as squares
 
 LONG = "blocks_of_the_encoder_that_has_a_name_of_more_than_45_characters"
 
@@ -40,8 +42,8 @@ def named_at_length() -> nn.Module:
 def test_it_says_what_was_clipped_and_which_optimizer_stepped() -> None:
     text = " ".join(check(case(), clips_and_steps).full_report().split())
     here = os.path.relpath(__file__)
-    assert f"gradients were clipped: clip_grad_norm_ to 1e+09 at {here}:23, " in text
-    assert f"optimizer steps: SGD at {here}:25" in text
+    assert f"gradients were clipped: clip_grad_norm_ to 1e+09 at {here}:25, " in text
+    assert f"optimizer steps: SGD at {here}:27" in text
 
 
 def test_the_numbers_of_a_parameter_with_a_long_name_stand_in_their_columns() -> None:
