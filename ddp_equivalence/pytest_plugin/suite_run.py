@@ -343,7 +343,7 @@ def gpu_lines(compared: Sequence[Record], gpus: Sequence[Gpu], devices: int) -> 
             for name in on:
                 ranks[name].add(rank)
             of_case |= on
-        for name in of_case:
+        for name in sorted(of_case):
             cases.setdefault(name, Counter())[record.backend] += 1
     if not ranks:
         return
