@@ -198,7 +198,8 @@ class _CloudPickler(CloudPicklerWithFiles):
         return super().reducer_override(value)
 
 
-# Lets a rank and its workers exchange objects of the classes and functions in a user's file.
+# Lets a rank exchange objects of the classes and functions in a user's file with its workers, and
+# with other ranks by collectives of objects, such as all_gather_object.
 #
 # Plain pickle sends the name of a class or function. In a training script the worker finds it
 # under this name. On a rank it was perhaps pickled by value, because it is part of a test file or
@@ -209,26 +210,38 @@ class _CloudPickler(CloudPicklerWithFiles):
 _forking_pickler: Any = ForkingPickler
 """Pickle calls its method ``reducer_override``, which the class does not define, if it has one."""
 
+_of_collectives: Any = torch.distributed.distributed_c10d
+"""It pickles objects with its ``_pickler``, which is private in torch."""
+
+
+class _ObjectPickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        return _reduce(self, value)
+
 
 def pickle_by_value_for_workers() -> None:
-    """From now on, let multiprocessing pickle by value what no process can import."""
+    """From now on, let multiprocessing and torch's collectives of objects pickle by value what no
+    process can import.
+    """
     _forking_pickler.reducer_override = _reduce
+    _of_collectives._pickler = _ObjectPickler
 
 
 @contextmanager
 def pickled_by_value_for_workers() -> Iterator[None]:
     """The same inside the block only, for a process that is a rank for a while."""
-    before = ForkingPickler.__dict__.get("reducer_override")
+    before, pickler = ForkingPickler.__dict__.get("reducer_override"), _of_collectives._pickler
     pickle_by_value_for_workers()
     try:
         yield
     finally:
         del _forking_pickler.reducer_override
+        _of_collectives._pickler = pickler
         if before is not None:
             _forking_pickler.reducer_override = before
 
 
-def _reduce(pickler: ForkingPickler, value: object) -> Any:
+def _reduce(pickler: pickle.Pickler, value: object) -> Any:
     """Called by pickle for every object. NotImplemented means that pickle goes on as usual."""
     if isinstance(value, FunctionType | type) and not _left_to_pickle(value):
         return _load, (dumps_with_files(value),)

@@ -250,7 +250,12 @@ def random_number_text(verdict: Verdict) -> str:
     if not drawn.nothing_else_differs:
         return f"With the ranks' random numbers, the big batch still differs. {drew}."
     held = "held then" if verdict.repeated is False else "hold"
-    return f"With the ranks' random numbers, the big batch is what they {held}. {drew}."
+    apart = (
+        " Some were drawn once for all examples of a rank, and differ between ranks: right for "
+        "noise, wrong for what ranks must share, such as a random projection."
+    )
+    shared = apart if drawn.table.differs_by_part else ""
+    return f"With the ranks' random numbers, the big batch is what they {held}. {drew}.{shared}"
 
 
 def _first_draw(verdict: Verdict) -> str:

@@ -119,7 +119,7 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
         yield _output_lines(verdict)
     else:
         yield [
-            *paragraph(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
+            *paragraph(ended(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}"), "  "),
             Line("  Nothing was shown, which is not a pass."),
             *_notes_lines(verdict),
         ]

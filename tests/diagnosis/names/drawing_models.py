@@ -46,6 +46,13 @@ class FunctionalDropout(Layers):
         return F.dropout(hidden, 0.3, training=True)
 
 
+class OneScaleForAll(Layers):
+    """Draws numbers for all examples at once, as a random projection is drawn."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + torch.rand(hidden.shape[1], dtype=hidden.dtype))
+
+
 class PythonsDepth(Layers):
     """Stochastic depth with the generator of Python's module random."""
 

@@ -21,6 +21,7 @@ from tests.diagnosis.names.drawing_models import (
     FunctionalDropout,
     Layers,
     ModuleDropout,
+    OneScaleForAll,
     another_device,
     keeps_the_last_micro_batch,
     leaves_out_rank_1,
@@ -67,6 +68,15 @@ def test_whatever_draws_is_compared_with_the_numbers_that_the_ranks_drew(
     assert all(one.same for one in verdict.comparison.parameters)
     assert SAME in told(verdict)
     assert "Rank 0 drew at tests/diagnosis/names/drawing_models.py:" in told(verdict)
+
+
+@pytest.mark.parametrize(("model", "shared"), [(OneScaleForAll, True), (FunctionalDropout, False)])
+def test_numbers_that_are_drawn_once_for_all_examples_of_a_rank_are_told(
+    model: Any, shared: bool
+) -> None:
+    verdict = check(case("1x2", model=model), right(squares, on_the_cpu))
+    assert verdict.outcome == "same", verdict
+    assert ("drawn once for all examples of a rank, and differ" in told(verdict)) == shared
 
 
 FAULTS = [

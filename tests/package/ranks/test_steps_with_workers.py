@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -84,6 +85,13 @@ def loads_rows_of_a_class(model: nn.Module, shard: Rows, rank: Rank) -> None:
     train(model, [batch.columns for batch in loader], rank)
 
 
+def gathers_objects_of_a_class(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    batch, everyone = RowBatch(shard), [RowBatch({})] * rank.world_size
+    dist.all_gather_object(everyone, batch)
+    assert all(type(one) is RowBatch and one.columns.keys() == shard.keys() for one in everyone)
+    right_step(model, shard, rank)
+
+
 def abandons(model: nn.Module, shard: Rows, rank: Rank) -> None:
     """Leaves an iterator half-way in a reference cycle."""
     iterator = iter(DataLoader(ShardDataset(shard), 1, num_workers=2, prefetch_factor=4))
@@ -126,6 +134,7 @@ def uses_commands(model: nn.Module, shard: Rows, rank: Rank) -> None:
 
 STEPS: dict[str, Callable[..., None]] = {
     "a class of rows": loads_rows_of_a_class,
+    "objects of a class, sent to other ranks": gathers_objects_of_a_class,
     "persistent": partial(loads, partial(loader_of, persistent_workers=True), 3),
     "abandoned": abandons,
     "spawn pool": partial(uses_a_pool, "spawn"),
