@@ -270,11 +270,26 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
     if repaired[0].is_fault:
         edited = set(map(_place, repaired))
         others = [replace(one, is_fault=False) for one in by_mark if _place(one) not in edited]
-        return [*repaired[: max(1, most - 1)], *others][:most]
+        return _apart([*repaired[: max(1, most - 1)], *others])[:most]
     # The edits may leave out what is wrong elsewhere, so what was seen of a line is worth more.
     seen = set(map(_place, by_mark))
     only_edited = [one for one in repaired if _place(one) not in seen]
-    return [*by_mark[:1], *only_edited[: max(1, most - 1)], *by_mark[1:]][:most]
+    return _apart([*by_mark[:1], *only_edited[: max(1, most - 1)], *by_mark[1:]])[:most]
+
+
+NEAR = 2
+"""Whoever reads a line of code sees so many lines above and below it as well."""
+
+
+def _apart(pointed: Sequence[PointedLine]) -> list[PointedLine]:
+    """The lines, those last that are near an earlier one."""
+    apart, near = list[PointedLine](), list[PointedLine]()
+    for one in pointed:
+        places = [_place(other) for other in apart]
+        around = range(one.line.number - NEAR, one.line.number + NEAR + 1)
+        is_near = any((one.line.file, number) in places for number in around)
+        (near if is_near else apart).append(one)
+    return [*apart, *near]
 
 
 def _place(pointed: PointedLine) -> tuple[str, int]:
