@@ -234,8 +234,7 @@ def lines_that_choose_elements(view: View) -> list[PointedLine]:
         reduction = place.pointed("the last reduction of gradients", chosen_at is None)
         if chosen_at is None or chosen_at.line == place.line:
             return [reduction]
-        how = "rounds down" if chosen_at.rounds_down else "says"
-        note = f"{how} which elements line {place.line.number} is given"
+        note = f"says which elements line {place.line.number} is given"
         note = "rounds down how many elements are reduced" if chosen_at.rounds_down else note
         return [PointedLine(chosen_at.line, note, True), reduction]
     return []

@@ -536,7 +536,7 @@ def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, Cod
 def _wraps(one: Origin) -> bool:
     """True for a wrapper of the model, which gives what the model gives."""
     value = one.expression
-    return isinstance(value, ast.Call) and called_name(value).endswith("DataParallel")
+    return isinstance(value, ast.Call) and called_name(value).endswith(("DataParallel", "DDP"))
 
 
 def _seeds(one: Origin) -> bool:

@@ -116,10 +116,17 @@ def _edit(site: Site, place: int, old: Sequence[ast.AST], text: str) -> Edit | N
     before, changed = ("; ".join(map(ast.unparse, nodes)) for nodes in _smallest(old, new))
     if Counter(WANTED.findall(before)) - Counter(WANTED.findall(changed)):
         return None  # it takes away what somebody wrote on purpose
-    if "--" in changed:
+    if "-" in changed and any(map(_is_minus_minus, ast.walk(after))):
         return None  # nobody writes this: the change undoes another one of the same kind
     code = EditedCode(site.source.file, ast.Module([top], []), after)
     return Edit(first.lineno, place, before, changed, code)  # type: ignore[attr-defined]
+
+
+def _is_minus_minus(node: ast.AST) -> bool:
+    match node:
+        case ast.UnaryOp(ast.USub(), ast.UnaryOp(ast.USub())):
+            return True
+    return False
 
 
 def _nodes(text: str, like: ast.AST) -> list[ast.AST]:

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from ddp_equivalence.diagnosis.setting import PointedLine
-from ddp_equivalence.diagnosis.where.loss import losses_of
+from ddp_equivalence.diagnosis.where.loss import READ_BY_PYTHON, losses_of
 from ddp_equivalence.diagnosis.where.relations import KnownValues
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
-
-READ_BY_PYTHON = "_local_scalar_dense"
-"""The operation behind ``item()``."""
 
 NAMES = {
     READ_BY_PYTHON: "item",

@@ -20,6 +20,7 @@ from ddp_equivalence.diagnosis.where.cuts import (
 )
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import (
+    READ_BY_PYTHON,
     Scaling,
     behind,
     is_left_by_backward,
@@ -262,7 +263,7 @@ def _least_precise(view: View, alone: Operations) -> torch.dtype:
 #
 # The step itself is the second implementation here, so nobody has to write one.
 
-READ_BY_PYTHON = ("_local_scalar_dense", "is_nonzero")
+READ = (READ_BY_PYTHON, "is_nonzero")
 """The operations behind ``item()`` and ``if``."""
 
 
@@ -369,7 +370,7 @@ class _Search:
             while open_ones:
                 here = open_ones.pop()
                 operation = self._operations[here]
-                if operation.talks or operation.name in READ_BY_PYTHON:
+                if operation.talks or operation.name in READ:
                     yield number
                     break
                 open_ones.extend(one for one in self._logs.readers(here) if one not in seen)

@@ -121,7 +121,7 @@ def _in_step(view: View, found: Whereabouts) -> Whereabouts:
 
 
 def _find(view: View, pieces: Pieces) -> Whereabouts:
-    view, uniform = pieces.view, pieces.weight
+    view, uniform = pieces.view, pieces.uniform_weight
     weight = pieces.factor_between(view.expected, pieces.own.sum(0))
     if weight is not None and uniform is None:
         return (

@@ -9,6 +9,9 @@ from math import prod
 
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations
 
+READ_BY_PYTHON = "_local_scalar_dense"
+"""The operation behind ``item()``."""
+
 DIVIDING = ("div", "div_")
 SCALING = (*DIVIDING, "mul", "mul_")
 
@@ -101,7 +104,7 @@ def _scalings(
 def _read_as(run: Operations, number: float, before: int) -> int | None:
     """The operation that made what Python last read as this number before."""
     for operation in reversed(run.operations[:before]):
-        if operation.name == "_local_scalar_dense":  # that of item()
+        if operation.name == READ_BY_PYTHON:
             read = next((one for one in operation.given if one is not None), None)
             if read is not None and bool((run.values[read].tensor == number).all()):
                 return operation.writers[operation.given.index(read)]

@@ -16,7 +16,7 @@ from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, lines_only_on
-from ddp_equivalence.diagnosis.where.pieces import EQUAL, Piece, Pieces, pieces_of
+from ddp_equivalence.diagnosis.where.pieces import Piece, Pieces, pieces_of
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
     MOST_RANKS,
@@ -69,7 +69,8 @@ class Compared:
     def has_its_share(self, pieces: Pieces) -> bool:
         """True if its gradient is that of its rows, or this divided by how many its rank has."""
         passes = len(pieces.by_rank[self.piece.rank])
-        return any(abs((self.factor or 0.0) * times - 1) <= EQUAL for times in (1, passes))
+        factor = self.factor or 0.0
+        return any(abs(factor * times - 1) <= pieces.tolerance for times in (1, passes))
 
     @property
     def losses(self) -> str:
@@ -101,7 +102,7 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     give, all together are held against the loss of the big batch: a right step may divide by counts
     of all ranks.
     """
-    rank, weight = one.piece.rank, pieces.weight
+    rank, weight = one.piece.rank, pieces.uniform_weight
     known = [other.piece.loss for other in compared if other.piece.loss is not None]
     of_rows = sum(bool(one.is_loss_right) or one.has_its_share(pieces) for one in compared)
     together = pieces.loss_together

@@ -135,7 +135,7 @@ class Pieces:
         )
 
     @cached_property
-    def weight(self) -> float | None:
+    def uniform_weight(self) -> float | None:
         """Every rank holds this many times the sum of all pieces; None if that is not so."""
         total = self.own.sum(0)
         weights = [self.factor_between(held, total) for held in self.view.measured.by_rank]
@@ -148,9 +148,9 @@ class Pieces:
     def loss_together(self) -> float | None:
         """The losses of all pieces, reduced as their gradients are; None if one is not known."""
         losses = [one.loss for one in self.all if one.loss is not None]
-        if self.weight is None or len(losses) < len(self.all):
+        if self.uniform_weight is None or len(losses) < len(self.all):
             return None
-        return self.weight * sum(losses)
+        return self.uniform_weight * sum(losses)
 
     def alone(self, piece: Piece, drawn_again: bool = False) -> LossAndGradient | None:
         """The loss and gradient of the piece's rows alone; None if these are not known.

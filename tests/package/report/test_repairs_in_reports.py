@@ -14,8 +14,10 @@ from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.diagnosis.repairs import find_repairs
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.report.record import record_of
+from ddp_equivalence.report.render import pointed_lines
 from tests.package.own_cases import loss, own_case
 from tests.package.report.report_cases import USER_FILE
 
@@ -107,6 +109,23 @@ def test_a_report_fits_on_a_screen_with_long_code(
     assert len(text) <= 16
     assert max(len(line) for line in text if "Again:" not in line) <= 100  # that is never broken
     assert [f"own.py:{LINE}" in line for line in text if line.startswith("> ")] == [True]
+
+
+def test_of_edited_lines_beside_each_other_one_is_shown_before_lines_far_away(
+    verdict: Verdict,
+) -> None:
+    repair = _repair(verdict, FAULTY, "parameter.grad /= rank.world_size")
+    beside, far = LINE - 1, 1
+    found = [replace(repair, line=replace(repair.line, number=n)) for n in (LINE, beside)]
+    assert verdict.analysis is not None
+    where = verdict.analysis.localisation.whereabouts
+    assert where is not None
+    other = PointedLine(replace(repair.line, number=far), "far away")
+    where = replace(where, lines=(other,))
+    verdict.analysis.localisation = replace(verdict.analysis.localisation, whereabouts=where)
+    shown = pointed_lines(repaired(verdict, Repairs(tuple(found), 2, 5, 9)))
+    assert [one.line.number for one in shown] == [LINE, far, beside]
+    assert f"the change of line {LINE} or {beside} that was tried" in str(verdict)
 
 
 def test_nothing_is_said_of_marks_that_an_edited_line_has_taken(verdict: Verdict) -> None:

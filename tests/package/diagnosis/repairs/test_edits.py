@@ -113,6 +113,12 @@ def test_no_edit_takes_away_what_somebody_wanted(before: str, after: str) -> Non
     assert written(text.replace(before, after)) not in sources(text)
 
 
+def test_no_edit_undoes_another_one_of_the_same_kind() -> None:
+    text = "def f(count, ranks):\n    return {}\n"
+    assert any("-(-count // ranks)" in one for one in sources(text.format("count // ranks")))
+    assert not any("--" in one for one in sources(text.format("-(-count // ranks)")))
+
+
 VALUES = {
     "x": "tensor float 3x4",
     "y": "tensor float 3x4",
