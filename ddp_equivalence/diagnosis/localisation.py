@@ -129,7 +129,9 @@ def findings_beside_one_rank(
     gets the lines that compute it, if one rank computes it as well, and a cause without lines those
     at which the ranks part from one rank.
     """
-    if not findings or not findings[0].accepted or beside is None:
+    if not findings or not findings[0].accepted:
+        return findings
+    if beside is None or beside.is_right_alone is None:
         return findings
     if ignores_the_loss(beside, view):
         return tuple(replace(one, accepted=False) for one in findings)

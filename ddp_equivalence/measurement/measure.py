@@ -420,15 +420,21 @@ def operations_beside_one_rank(
     alone = None if has_one else operations_on_one_rank(request, deadline, order)
     if alone is None and not has_one:
         return None
+    by_rank = operations_on_ranks(request, deadline)
+    return None if by_rank is None else OneRank(by_rank, alone or by_rank[0])
+
+
+def operations_on_ranks(request: Request, deadline: float) -> dict[int, Operations] | None:
+    """Run the step once more, on its ranks; None if there is too much to record."""
+    if request.in_process or not request.second_look:
+        return None
     try:
         by_rank = _operations(request, deadline)
     except (RankFailed, BadCase):
         return None
     if len(by_rank) != request.processes.world_size:
         return None
-    if not all(one.complete for one in by_rank.values()):
-        return None
-    return OneRank(by_rank, alone or by_rank[0])
+    return by_rank if all(one.complete for one in by_rank.values()) else None
 
 
 def operations_on_one_rank(

@@ -32,6 +32,7 @@ from ddp_equivalence.diagnosis.where.step_and_loss import (
     VIEWS,
     StepAndLoss,
     compared_with_the_loss,
+    ranks_compared_with_the_loss,
 )
 from ddp_equivalence.diagnosis.where.two_logs import PACKING, TwoLogs
 from ddp_equivalence.diagnosis.where.unread import Unread, unread
@@ -40,6 +41,7 @@ from ddp_equivalence.measurement.measure import (
     OneRank,
     operations_beside_one_rank,
     operations_on_one_rank,
+    operations_on_ranks,
 )
 from ddp_equivalence.measurement.observation import Indices
 from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
@@ -56,7 +58,8 @@ MOST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class BesideOneRank:
-    """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
+    """``is_right_alone``: the step leaves the gradients of the big batch on one rank; None if it
+    does not run there, and the ranks were compared with the loss of the case.
 
     ``factor_alone``: it leaves them times this number there; None if it leaves others.
     ``divergences``: where the ranks part from one rank that is right. ``cuts``: where gradients end
@@ -69,7 +72,7 @@ class BesideOneRank:
     ``unread``: the examples that no rank reads.
     """
 
-    is_right_alone: bool
+    is_right_alone: bool | None
     factor_alone: float | None = None
     divergences: tuple[Divergence, ...] = ()
     cuts: tuple[Cut, ...] = ()
@@ -94,8 +97,14 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     order = _order(view, rows)
     deadline = min(request.deadline, MOST_SECONDS)
     runs = operations_beside_one_rank(request, deadline, order or ())
-    if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
+    if torch.finfo(view.setting.dtype).eps > COARSEST:
         return None
+    if runs is None:
+        by_rank = operations_on_ranks(request, deadline)
+        if by_rank is None:
+            return None
+        of_ranks = [by_rank[rank] for rank in sorted(by_rank)]
+        return BesideOneRank(None, loss=ranks_compared_with_the_loss(view, of_ranks))
     factor = _factor(view, runs.alone)
     ignoring = [independent_of_the_loss(run) for run in (runs.alone, *runs.by_rank.values())]
     found = _compared(view, runs, rows, order, factor)

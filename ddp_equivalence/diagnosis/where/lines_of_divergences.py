@@ -103,7 +103,8 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     unlike = beside.loss.unlike or beside.loss.changed
     if found.kind == "reduction":  # the losses are right, and what becomes of gradients may not be
         unlike = beside.loss.changed if found.shows_later else ()
-    return with_unlike_loss(found, unlike, view.world_size, knows_numbers=numbers)
+    alone = "" if view.world_size == 1 or beside.is_right_alone is None else UNLIKE_LOSS_ALONE
+    return with_unlike_loss(found, unlike, alone, knows_numbers=numbers)
 
 
 def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
@@ -124,9 +125,16 @@ def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) ->
         f"gradients of {names} are made without it. {found.sentence}",
         lines=first_of_each_line([*own, *(replace(one, is_fault=False) for one in found.lines)]),
         fix="multiply what the backward method returns by the gradient that it is given.",
-        beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE,
+        beside_one_rank=_on_one_rank(beside),
         marks="",
     )
+
+
+def _on_one_rank(beside: BesideOneRank) -> str:
+    """The sentence on what the step does on one rank; "" if it does not run there."""
+    if beside.is_right_alone is None:
+        return ""
+    return RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
 
 
 def with_unread(found: Whereabouts, unread: Sequence[Unread]) -> Whereabouts:
@@ -168,14 +176,14 @@ def with_cuts(found: Whereabouts, cuts: Sequence[Cut]) -> Whereabouts:
 
 def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     if found.explains_all:
-        return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
+        return replace(found, beside_one_rank=_on_one_rank(beside))
     if found.kind == "reduction" and not beside.is_right_alone and must_be_the_loss(beside, view):
         return wrong_loss(found, beside, view)
     if _is_only_backward(beside):
         return _with_backward(found, beside, view)
     pointed = lines_of_divergences(beside.divergences, view)
     if not pointed:
-        return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
+        return replace(found, beside_one_rank=_on_one_rank(beside))
     found = _with_lines(found, beside, pointed, view)
     if found.kind != "not seen":
         return found
@@ -321,11 +329,12 @@ UNLIKE_LOSS = "> marks values that the loss of the case lacks."
 
 
 def with_unlike_loss(
-    found: Whereabouts, unlike: Sequence[Unlike], world_size: int, *, knows_numbers: bool
+    found: Whereabouts, unlike: Sequence[Unlike], alone: str, *, knows_numbers: bool
 ) -> Whereabouts:
     """The place that was found already, after the lines at which the step leaves the case's loss.
 
-    Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
+    Nothing is added where the losses are right. ``alone``: what the step does on one rank.
+    ``knows_numbers``: the lines that were found make
     the numbers by which the loss is scaled.
     """
     if found.kind == "big batch" or not unlike:
@@ -355,7 +364,6 @@ def with_unlike_loss(
     if found.kind == "not seen":
         headline = "the loss is not that of the case"
         found = replace(found, kind="own gradient", headline=headline, sentence="")
-    alone = "" if world_size == 1 else UNLIKE_LOSS_ALONE
     shown = tuple(lines.values())[:MOST_LINES]
     return replace(found, lines=shown, beside_one_rank=alone, marks=UNLIKE_LOSS)
 

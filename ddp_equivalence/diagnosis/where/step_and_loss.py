@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -21,6 +21,7 @@ from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
 from ddp_equivalence.diagnosis.where.loss import behind
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
 from ddp_equivalence.diagnosis.where.relations import Known, KnownValues
+from ddp_equivalence.diagnosis.where.two_logs import partners
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
 
@@ -103,6 +104,111 @@ def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices
     return StepAndLoss(unlike, cuts, tuple(c for c in changed if c.operation.line not in calls)[:1])
 
 
+def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> StepAndLoss:
+    """Where the ranks leave the loss of the case, in a step that does not run on one rank.
+
+    Each rank may have any examples, any part of a layer or a sequence, or a part of a sum over a
+    group of ranks. Nothing is said if too many lines compute something else.
+    """
+    setting = view.setting
+    whole = tuple(range(setting.example_count))
+    taken = dict.fromkeys(part for run in ranks for part in _parts_taken(view, run))
+    if len(taken) > MOST_PASSES:
+        return StepAndLoss()
+    recorded = operations_of_the_loss(setting, [whole, *taken], view.time)
+    if recorded is None:
+        return StepAndLoss()
+    counts = {float(one) for one in {*map(len, taken), len(whole), *_group_sizes(len(ranks))}}
+    counts |= _counts(recorded) | {float(_passes(run)) for run in ranks}
+    multiples = counts | {1 / one for one in counts if one}
+    eps = torch.finfo(setting.dtype).eps
+
+    def search(backward: bool) -> tuple[Unlike, ...]:
+        values = chain.from_iterable(_values(one, backward) for one in recorded)
+        known = KnownValues(values, multiples, eps)
+        kind = _InGradients if backward else _Search
+        found: dict[CodeLine, Unlike] = {}
+        for rank in range(len(ranks)):
+            sums = _Sums(ranks, rank, known)
+            for one in kind(ranks[rank], recorded, sums, scalars_count=True).found():
+                if one.operation.line is not None:
+                    found.setdefault(one.operation.line, one)
+        return tuple(found.values()) if len(found) <= MOST_FOUND else ()
+
+    unlike = search(backward=False)
+    calls = {one.line for one in view.observed.calls.backwards}
+    changed = () if unlike else search(backward=True)
+    return StepAndLoss(unlike, (), tuple(c for c in changed if c.operation.line not in calls)[:1])
+
+
+def _group_sizes(world_size: int) -> list[int]:
+    return [size for size in range(2, world_size + 1) if world_size % size == 0]
+
+
+def _parts_taken(view: View, run: Operations) -> Iterator[Indices]:
+    """The examples that a rank has taken out of the batch together, where fewer than all."""
+    for tensor in tensors_of(view.setting.batch):
+        whole = Value.of(tensor).tensor
+        if not whole.ndim or len(whole) != view.setting.example_count:
+            continue
+        place = {row.numpy().tobytes(): number for number, row in enumerate(whole)}
+        if len(place) != len(whole):
+            continue  # equal rows do not tell which of them was taken
+        for value in run.values:
+            if value.shape[1:] == whole.shape[1:] and value.shape:
+                rows = [place.get(row.numpy().tobytes()) for row in value.tensor]
+                if None not in rows and 0 < len(rows) < len(whole):
+                    yield tuple(one for one in rows if one is not None)
+
+
+class _Sums:
+    """Recognises the values of one rank among those that are known, and those that the ranks of a
+    group add up to.
+    """
+
+    def __init__(self, ranks: Sequence[Operations], rank: int, known: KnownValues) -> None:
+        self._ranks, self._rank, self._known = ranks, rank, known
+        self._partners = list(partners(ranks[rank], ranks))
+        self._made: dict[Value, list[tuple[int, int]]] = {}
+        run = ranks[rank]
+        for number, operation in enumerate(run.operations):
+            for place, value in enumerate(operation.returned):
+                if value is not None:
+                    self._made.setdefault(run.values[value], []).append((number, place))
+        world = range(len(ranks))
+        self._groups = {
+            tuple(one for one in world if of(one, size) == of(rank, size))
+            for size in _group_sizes(len(ranks))
+            for of in (int.__floordiv__, lambda one, size: one % (len(ranks) // size))
+        }
+
+    def has(self, value: Value) -> Known:
+        """Whether this value, or a sum of which it is a part, is one of those that are known."""
+        found = self._known.has(value)
+        if found != "no" or not value.is_floating_point:
+            return found
+        for number, place in self._made.get(value, ()):
+            for group in self._groups:
+                total = self._total(group, number, place)
+                if total is not None and self._known.has(total) == "yes":
+                    return "yes"
+        return "no"
+
+    def _total(self, group: Sequence[int], number: int, place: int) -> Value | None:
+        """What the results of an operation on the ranks of a group add up to."""
+        each = []
+        for rank in group:
+            partner = self._partners[rank].get(number)
+            run = self._ranks[rank]
+            value = None if partner is None else run.operations[partner].returned[place]
+            if value is None:
+                return None
+            each.append(run.values[value])
+        if len({one.shape for one in each}) > 1:
+            return None
+        return replace(Value.of(sum(one.tensor for one in each)), dtype=each[0].dtype)
+
+
 def _values(run: Operations, backward: bool) -> Iterator[Value]:
     """The values of a run: of its forward passes, or of all."""
     if backward:
@@ -161,7 +267,7 @@ class _Search:
         self,
         step: Operations,
         recorded: Sequence[Operations],
-        known: KnownValues,
+        known: KnownValues | _Sums,
         *,
         scalars_count: bool,
     ) -> None:

@@ -39,7 +39,7 @@ class TwoLogs:
     ) -> None:
         self.alone = runs.alone
         self.ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
-        self.partners = list(_partners(self.alone, self.ranks))
+        self.partners = list(partners(self.alone, self.ranks))
         self.sharing = sharing
         self._rivals = rivals or {}
         self._related = cache(self._relation_of)
@@ -263,7 +263,7 @@ def _numbers_in(value: Value) -> list[float]:
     return value.tensor.flatten().tolist() if prod(value.shape) <= MOST_PACKED else []
 
 
-def _partners(alone: Operations, ranks: Sequence[Operations]) -> Iterator[Mapping[int, int]]:
+def partners(alone: Operations, ranks: Sequence[Operations]) -> Iterator[Mapping[int, int]]:
     """For each rank: the number of an operation on one rank -> its number on this rank.
 
     An operation that a line runs oftener on one rank than on the other has no partner: in a loop of
