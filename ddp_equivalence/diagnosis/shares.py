@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class Shares:
     ``unexplained``: reporting rank -> what no mixture of the pieces explains, relative to what the
     rank holds. ``condition``: the condition number of the fit, which was made on ``elements``
     elements. ``only``: the parameters that the fit was made on; empty if it was made on all.
+    ``ranges``: reporting rank -> the smallest and the largest share among the examples of each
+    rank, of which ``by_rank`` has the mean.
     """
 
     by_rank: Mapping[int, ShareRow]
@@ -47,6 +49,7 @@ class Shares:
     pieces: str
     only: tuple[str, ...] = ()
     why_not_examples: str = ""
+    ranges: Mapping[int, tuple[tuple[float, float] | None, ...]] = field(default_factory=dict)
 
 
 def shares_of(view: View) -> Shares | NoShares:
@@ -101,6 +104,10 @@ def _shares(
     def means(row: ShareRow, groups: Sequence[Indices]) -> ShareRow:
         return tuple(_mean([row[piece_of[index]] for index in group]) for group in groups)
 
+    def ends(row: ShareRow, group: Indices) -> tuple[float, float] | None:
+        known = [share for index in group if (share := row[piece_of[index]]) is not None]
+        return (min(known), max(known)) if known else None
+
     shards, parts_by_rank = view.parts.examples_by_rank, view.parts.by_rank or ()
     by_micro_batch = None
     if pieces != "ranks" and any(len(parts) > 1 for parts in parts_by_rank):
@@ -119,6 +126,7 @@ def _shares(
         pieces=pieces,
         only=tuple(name for name in view.parameters.names if name in differing),
         why_not_examples=why_not_examples,
+        ranges={rank: tuple(ends(row, one) for one in shards) for rank, row in fit.by_rank.items()},
     )
 
 
@@ -223,7 +231,7 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     worst = max(unexplained.values())
     if worst > MOST_LEFT:
         return NoShares(
-            f"no mixture of {words} comes near: {text_of(worst, '.2g')} of the norm is left over",
+            f"no weights of {words} come near: {text_of(worst, '.2g')} of the norm is left over",
             left_over=worst,
         )
     return ShareFit(by_rank, unexplained, fit.condition)

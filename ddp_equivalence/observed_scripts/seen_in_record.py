@@ -446,7 +446,7 @@ CERTAIN = 5
 
 def wrong_though_averaged(step: ScriptStep, view: View | None) -> Iterator[Finding]:
     """The finding, if the ranks hold the mean of their own gradients, and the gradient of all rows
-    is no mixture of these. ``view``: of the step.
+    is no weighted sum of these. ``view``: of the step.
     """
     own = step.gradients_of_ranks(OWN)
     try:
@@ -457,7 +457,7 @@ def wrong_though_averaged(step: ScriptStep, view: View | None) -> Iterator[Findi
     left = left_over(together, own)
     if left <= CERTAIN * rounding_of(together) or not holds_the_mean_of_own(step):
         return
-    amount = f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of"
+    amount = f"{text_of(left, '.2g')} of the big batch's gradient is no weighted sum of"
     counted = zip(answers, step.rows_by_rank, strict=True)
     mean = sum(sum(one.losses) * len(rows) for one, rows in counted) / len(step.rows)
     if abs(sum(of_all.losses) - mean) <= NEGLIGIBLE * abs(mean):  # the loss itself is a mean

@@ -96,7 +96,11 @@ def can_be_shown(shares: Shares) -> bool:
     """True if what the ranks hold is a mixture of examples, and no other mixture fits as well."""
     unexplained = max(shares.unexplained.values())
     known = [share for row in _finest_rows(shares) for share in row if share is not None]
-    is_noise = bool(known) and min(known) < -OFF and unexplained > ROUNDING
+    error = shares.condition * unexplained
+    is_noise = unexplained > ROUNDING and (
+        any(share < -OFF for share in known)
+        or (OFF < max((abs(share - 1) for share in known), default=0.0) <= error)
+    )
     if unexplained > WORST_FIT or is_noise or has_too_few_elements(shares):
         return False
     return not any(map(_are_no_counts, _finest_rows(shares)))
@@ -171,11 +175,19 @@ class ShareTable:
     @cached_property
     def _rows(self) -> list[tuple[Cells, list[int]]]:
         """Different rows, and the ranks that hold each."""
-        cells = (
-            (rank, _row_texts([row[ranks[0]] for ranks in self._columns], self.shares))
-            for rank, row in self.shares.by_rank.items()
-        )
+        cells = ((rank, self._cells(rank, row)) for rank, row in self.shares.by_rank.items())
         return list(ranks_by(cells).items())
+
+    def _cells(self, rank: int, row: ShareRow) -> Cells:
+        """What a rank holds of each column: one share, or the smallest and the largest."""
+        texts = _row_texts([row[ranks[0]] for ranks in self._columns], self.shares)
+        ranges = self.shares.ranges.get(rank, ())
+        cells = []
+        for text, ranks in zip(texts, self._columns, strict=True):
+            ends = ranges[ranks[0]] if ranges else None
+            least, most = map(share_text, ends or (None, None))
+            cells.append(text if least == most else f"{least} to {most}")
+        return tuple(cells)
 
     @cached_property
     def _all_are_right(self) -> bool:
@@ -381,14 +393,13 @@ def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
         for text, ranks in list(multiples.items())[:MOST_GROUPS]:
             yield f"{_hold(ranks, comparison)} {text} times what the big batch gives."
         return
-    of = f"the {'updates' if verdict.asked.compare == 'update' else 'gradients'} of the "
     shares = verdict.shares
     if shares is None:
         pass
     elif has_too_few_elements(shares):
         yield f"Too few elements differ to tell how often each of the {shares.pieces} counts."
     elif not can_be_shown(shares):
-        yield f"What the ranks hold is no mixture of {of}{shares.pieces}."
+        yield f"No counts of the {shares.pieces} give what the ranks hold: it is no wrong factor."
     elif all_are_right(shares):
         yield f"To two digits, all {shares.pieces} count as often as they should."
     yield _off_by(comparison)

@@ -506,7 +506,10 @@ def lines_that_choose_groups(view: View, places: Sequence[CallSite]) -> list[Poi
 def lines_that_set_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:
     """The lines that set the groups that these collectives are given, the nearest first."""
     given = _behind(view, places, ("group",))
-    return [PointedLine(one.line, "sets the group") for one in given[:MOST_BEHIND]]
+    return [
+        PointedLine(one.line, f"{one.gives}, the group" if one.name else "sets the group")
+        for one in given[:MOST_BEHIND]
+    ]
 
 
 def _behind(

@@ -47,6 +47,8 @@ from ddp_equivalence.measurement.observation import Indices
 from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
 from ddp_equivalence.measurement.request import Request
 
+MUCH_LESS = 0.1
+
 # Compares a step with the same step on one rank, where a difference has no known cause.
 
 COARSEST = 1e-4
@@ -259,7 +261,10 @@ def _factor(view: View, alone: Operations) -> float | None:
 
 
 def _tolerance(view: View, alone: Operations) -> float:
-    return max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, alone)).eps)
+    """How far one rank may be off: by rounding, and by much less than the ranks are."""
+    rounding = 100 * torch.finfo(_least_precise(view, alone)).eps
+    off = max((unexplained(held, view.expected) for held in view.measured.by_rank), default=1.0)
+    return max(NEGLIGIBLE, min(rounding, MUCH_LESS * off))
 
 
 def _least_precise(view: View, alone: Operations) -> torch.dtype:
@@ -416,11 +421,18 @@ class _Search:
             if given not in ("sum", "scaled") or writer is None:
                 continue
             if writer.line != line and writer.line is not None:
-                yield writer.line, given
+                if not self._is_wrong_at_times(writer):
+                    yield writer.line, given
             elif writer.line == line:
                 before = self._logs.number_of(writer)
                 if before is not None and before < number:
                     yield from self._lines_of_parts(before, line)
+
+    def _is_wrong_at_times(self, operation: Operation) -> bool:
+        """True if it has another result than on one rank when its line runs again."""
+        alike = (operation.line, operation.name)
+        each = (n for n, one in enumerate(self._operations) if (one.line, one.name) == alike)
+        return any(self._logs.result(number) == "other" for number in each)
 
     def _diverges(self, number: int) -> bool:
         """True if the result is another one, and nothing is that the operation was given.

@@ -154,10 +154,12 @@ def mixtures_of(pieces: Pieces, each: int, groups: tuple[tuple[int, ...], ...]) 
 MOST_RANKS_NAMED = 6
 
 
-def mix_text(mix: Mix | None, pieces: Pieces) -> str:
-    """The mixture as a noun phrase: ``the mean of the ranks' own gradients``."""
+def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
+    """The mixture as a noun phrase: ``the mean of the ranks' own gradients``. ``rank``: the one
+    that holds it.
+    """
     if mix is None:
-        return "no mixture of the ranks' own gradients"
+        return "no weighted sum of the ranks' own gradients"
     of = f" of {mix.of[0]}" if mix.of else ""
     most = float(mix.weights.abs().max()) if len(mix.weights) else 0.0
     if not most:
@@ -174,19 +176,20 @@ def mix_text(mix: Mix | None, pieces: Pieces) -> str:
         for rank, weights in by_rank.items()
     }
     if None in flat.values():
-        return f"a mixture of the own gradients{of} in which backward passes count differently"
+        return f"a weighted sum of the own gradients{of} in which backward passes count differently"
     counted = [rank for rank, one in flat.items() if one]
     values = [one for one in flat.values() if one]
     if max(values) - min(values) <= SAME_WEIGHT * most:
         what = "the own gradient" if len(counted) == 1 else "the sum of the own gradients"
         times = "" if abs(values[0] - 1) <= SAME_WEIGHT else f"{text_of(values[0], '.4g')} times "
-        return f"{times}{what}{of} of {ranked(counted, world_size)}"
+        whose = "the rank itself" if counted == [rank] else ranked(counted, world_size)
+        return f"{times}{what}{of} of {whose}"
     shown = [
         f"rank {rank} {text_of(one or 0.0, '.4g')}"
         for rank, one in list(flat.items())[:MOST_RANKS_NAMED]
     ]
     more = ", ..." if len(flat) > MOST_RANKS_NAMED else ""
-    return f"a mixture of the own gradients{of} with these weights: {', '.join(shown)}{more}"
+    return f"a weighted sum of the own gradients{of} with these weights: {', '.join(shown)}{more}"
 
 
 def _of_all_ranks(weight: float, world_size: int, of: str) -> str:
@@ -394,7 +397,7 @@ def done_text(call: Call, pieces: Pieces) -> str:
         return "they were changed, by little"
     if change.factor is not None:
         return f"they were multiplied by {text_of(change.factor, '.6g')}"
-    return "they were changed, and not by a factor"
+    return "other numbers were written to them"
 
 
 def _group(call: Call, pieces: Pieces) -> str:

@@ -345,7 +345,7 @@ def with_unlike_loss(
         if one.operation.line is not None
     ]
     behind = [
-        PointedLine(line, f"makes what line {one.operation.line.number} reads")
+        PointedLine(line, f"goes into what line {one.operation.line.number} computes")
         for one in unlike
         if one.operation.line is not None
         for line in one.made_at
@@ -362,7 +362,10 @@ def with_unlike_loss(
     for one in ordered:
         lines.setdefault((one.line.file, one.line.number), one)
     if found.kind == "not seen":
+        joins = unlike[0].examples and unlike[0].operation.line
+        number = unlike[0].operation.line.number if joins else 0
         headline = "the loss is not that of the case"
+        headline = f"line {number} joins different examples" if joins else headline
         found = replace(found, kind="own gradient", headline=headline, sentence="")
     shown = tuple(lines.values())[:MOST_LINES]
     return replace(found, lines=shown, beside_one_rank=alone, marks=UNLIKE_LOSS)
@@ -371,6 +374,9 @@ def with_unlike_loss(
 def _note_of_value(one: Unlike) -> str:
     """Says what the operation returned, and what that of the loss of the case returns instead."""
     name, here = called(one.operation), one.value.tensor
+    if one.examples:
+        first, second = (", ".join(map(str, rows[:MOST_SHOWN])) for rows in one.examples[:2])
+        return f"{name} joins rows of examples {first}, ... with those of {second}, ..."
     if one.in_loss is None:
         if here.numel() == 1:
             number = text_of(float(here), ".5g")

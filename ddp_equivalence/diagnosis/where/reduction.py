@@ -91,7 +91,9 @@ def fault_of_reduction(
     alike = [
         one
         for path in bad
-        if path is search.path or went_alike(path, search.path)
+        if path is search.path
+        or went_alike(path, search.path)
+        or (path.lines == search.path.lines and not search.is_known(path))
         for one in path.names
     ]
     concerned = f"This concerns {of_all(names, every)} on {where}."
@@ -141,7 +143,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.view = self.pieces.view
-        self.path = next(filter(self._is_known, self.bad), self.bad[0])
+        self.path = next(filter(self.is_known, self.bad), self.bad[0])
 
     def found(self) -> Whereabouts:
         return (
@@ -151,7 +153,10 @@ class _Search:
             or self._other_mixture()
         )
 
-    def _is_known(self, path: Path) -> bool:
+    def _text(self, mix: Mix | None) -> str:
+        return mix_text(mix, self.pieces, self.path.rank)
+
+    def is_known(self, path: Path) -> bool:
         """False if too few elements are known to say of what these gradients are a mixture."""
         elements = self.view.parameters.total_of(path.names)
         of_any = path.held is not None or any(one.mix is not None for one in path.states)
@@ -165,7 +170,7 @@ class _Search:
         return Whereabouts(
             "reduction",
             "the step left tensors beside .grad",
-            f"The step returned {mix_text(self.path.held, self.pieces)}, and this is not what "
+            f"The step returned {self._text(self.path.held)}, and this is not what "
             ".grad held when the step ended in the second run.",
             distinct(
                 [
@@ -181,12 +186,14 @@ class _Search:
         if not met or met[-1] + 1 >= len(states) or self.view.world_size == 1:
             return None
         right, wrong = states[met[-1]], states[met[-1] + 1]
-        what, text = done_text(wrong.call, self.pieces), mix_text(wrong.mix, self.pieces)
+        what, text = (
+            done_text(wrong.call, self.pieces),
+            self._text(wrong.mix),
+        )
         return Whereabouts(
             "reduction",
             CHANGED_AFTERWARDS,
-            f"The gradients were {mix_text(right.mix, self.pieces)}. Then {what}, and they were "
-            f"{text}.",
+            f"The gradients were {self._text(right.mix)}. Then {what}, and they were {text}.",
             distinct(
                 [
                     pointed(right, "they are right after this line"),
@@ -224,13 +231,16 @@ class _Search:
         _, number, self.path = min(found, key=lambda one: one[:2])
         path, state = self.path, self.path.states[number]
         before = path.states[number - 1] if number else None
-        what, text = done_text(state.call, self.pieces), mix_text(state.mix, self.pieces)
+        what, text = (
+            done_text(state.call, self.pieces),
+            self._text(state.mix),
+        )
         ranks = tuple(
             sorted({one.rank for one in self.bad if _first_other(one, state.call)})
             if state.call.collective is None
             else ()
         )
-        was = mix_text(before.mix, self.pieces) if before is not None else ""
+        was = self._text(before.mix) if before is not None else ""
         after = "After backward" if state.call.kind is Kind.BACKWARD else "After the marked line"
         where = f", on {ranked(ranks, self.view.world_size)}," if ranks else ""
         return Whereabouts(
@@ -255,7 +265,7 @@ class _Search:
         if state.mix is not None:
             return "a parameter gets the gradient of another one"
         if collective is None:
-            return "a line makes other numbers of the gradients"
+            return "a line leaves no weighted sum of the ranks' gradients"
         if collective.reduce_op:
             return f"gradients are reduced with {collective.reduce_op}"
         return f"{collective.op} leaves other gradients"
@@ -264,7 +274,9 @@ class _Search:
         """Which ranks or backward passes count as they should not."""
         mix = self.path.held
         if mix is None or mix.of:
-            return self._some_elements() or self._of("the gradients are no mixture", "", [])
+            return self._some_elements() or self._of(
+                "the gradients are no weighted sum of the ranks'", "", []
+            )
         weights: dict[int, dict[int, float]] = {}
         for piece, weight in zip(self.pieces.all, mix.weights.tolist(), strict=True):
             weights.setdefault(piece.rank, {})[piece.number] = weight
@@ -320,11 +332,15 @@ class _Search:
         ranks: tuple[int, ...] = (),
     ) -> Whereabouts:
         """The lines, and where they name no fault, the last ones that changed these gradients."""
-        text = mix_text(self.path.held, self.pieces)
+        text = self._text(self.path.held)
         known = [one for one in lines if one is not None]
         is_vague = not any(one.is_fault for one in known)
         last = [
-            pointed(one, f"after it: {mix_text(one.mix, self.pieces)}", is_vague and not number)
+            pointed(
+                one,
+                f"after it: {self._text(one.mix)}",
+                is_vague and not number,
+            )
             for number, one in enumerate(self.path.states[: -MOST_SHOWN // 2 : -1])
         ]
         return Whereabouts(
@@ -491,9 +507,12 @@ class _Search:
             right = good.held.uniform
         lines = self._where_they_part() if good is not None else []
         times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
+        where = ranked(tuple(sorted({one.rank for one in self.bad})), self.view.world_size)
+        on = "" if where == "every rank" else f"On {where}, "
+        text = f"all ranks count equally, with{times}" if times else "all ranks count equally."
         return self._of(
             "all ranks count equally, with a wrong factor",
-            f"All ranks count equally, with{times}" if times else "All ranks count equally.",
+            f"{on}{text}" if on else text.capitalize(),
             lines or [*self._hook_divisors(), *self._all_changes()],
         )
 
@@ -525,11 +544,15 @@ class _Search:
         if good is None:
             return []
         whose = "other gradients" if path.rank == good.rank else f"on rank {good.rank}"
+        unlike = "other gradients" if path.rank == good.rank else f"those of rank {good.rank}"
         for here, there in zip(path.states, good.states, strict=False):
             if line_of(here.call) != line_of(there.call):
                 break
             if path.rank == good.rank and not _similar(here.mix, there.mix):
-                now, then = mix_text(here.mix, self.pieces), mix_text(there.mix, self.pieces)
+                now, then = (
+                    self._text(here.mix),
+                    self._text(there.mix),
+                )
                 note = f"{done_text(here.call, self.pieces)}; {whose}: {then}; these: {now}"
                 return [*hooks(self.pieces, path, here), pointed(here, note, is_fault=True)]
         mine = {line for line, _ in path.lines}
@@ -543,7 +566,7 @@ class _Search:
                 if line_of(one.call) not in mine
             ),
             *(
-                pointed(one, f"{done_text(one.call, self.pieces)}; not so {whose}", True)
+                pointed(one, f"{done_text(one.call, self.pieces)}; not changed: {unlike}", True)
                 for one in path.states
                 if line_of(one.call) not in theirs
             ),

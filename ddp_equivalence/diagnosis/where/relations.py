@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain, islice, product
@@ -509,14 +509,14 @@ class KnownValues:
             self._whole.setdefault(one.numel(), set()).update(self._directions(one))
         is_varied = _is_varied(tensor)
         for dim, rows in _rows(tensor, value):
-            keys = tuple(self._keys(rows))
+            keys = tuple(self.keys(rows))
             if dim and not is_varied:
                 self._slices.setdefault((dim, rows.shape[1]), []).append(keys)
                 continue
             self._rows.setdefault(rows.shape[1], set()).update(keys)
             if 1 < len(keys) <= MOST_ROWS:
                 self._each.setdefault(rows.shape[1], []).append(frozenset(keys) - {ZERO})
-        self._rows.setdefault(tensor.numel(), set()).update(self._keys(tensor.reshape(1, -1)))
+        self._rows.setdefault(tensor.numel(), set()).update(self.keys(tensor.reshape(1, -1)))
 
     def has(self, value: Value) -> Known:
         """Whether this value is one of those that are known."""
@@ -531,12 +531,12 @@ class KnownValues:
         known = self._whole.get(tensor.numel(), set())
         if any(_is_near(key, known) for key in self._directions(tensor)):
             return "yes"
-        if all(_is_near(key, self._rows.get(tensor.numel(), ())) for key in self._keys(flat)):
+        if all(_is_near(key, self._rows.get(tensor.numel(), ())) for key in self.keys(flat)):
             return "yes"  # one row of a known value
         looked_up, is_varied = False, _is_varied(tensor)
         for dim, rows in _rows(tensor, value):
             looked_up = True
-            keys = tuple(self._keys(rows[:MOST_ROWS]))
+            keys = tuple(self.keys(rows[:MOST_ROWS]))
             if dim and not is_varied:
                 found = self._is_slice(dim, rows, keys)
             else:
@@ -579,13 +579,48 @@ class KnownValues:
             projected = projected * projected[0, 0].sign()
             yield tuple((projected[0] / self._step).round().long().tolist())
 
-    def _keys(self, rows: Tensor) -> Iterator[Key]:
+    def keys(self, rows: Tensor) -> Iterator[Key]:
         """The key of each row."""
         lengths = rows.norm(dim=1, keepdim=True)
         directions = rows / lengths.clamp(min=torch.finfo(torch.float64).tiny)
         projected = torch.cat([lengths.log(), directions @ _projections(rows.shape[1])], 1)
         for length, key in zip(lengths, projected / self._step, strict=True):
             yield tuple(key.round().long().tolist()) if float(length) > 0 else ZERO
+
+
+class Rows:
+    """Recognises rows of some values, by their place along the first dimension.
+
+    ``count``: so many rows have those values in which a row is an example. ``values``: all; those
+    with other shapes do not count.
+    """
+
+    def __init__(self, values: Iterable[Value], count: int, eps: float) -> None:
+        self._known = KnownValues((), (), eps)
+        self._places: dict[int, dict[Key, set[int]]] = {}
+        for value in values:
+            if value.shape[:1] != (count,) or not value.tensor.isfinite().all():
+                continue
+            rows = value.tensor.reshape(count, -1)
+            places = self._places.setdefault(rows.shape[1], {})
+            for number, key in enumerate(self._known.keys(rows)):
+                places.setdefault(key, set()).add(number)
+
+    def of(self, value: Value) -> tuple[int, ...] | None:
+        """The places of the rows of a value; None if one is unknown, or may be several."""
+        if not value.shape or not value.tensor.isfinite().all():
+            return None
+        rows = value.tensor.reshape(value.shape[0], -1)
+        known = self._places.get(rows.shape[1], {})
+        found = [_of_near(key, known) for key in self._known.keys(rows)]
+        return tuple(one.pop() for one in found) if all(len(one) == 1 for one in found) else None
+
+
+def _of_near(key: Key, known: Mapping[Key, set[int]]) -> set[int]:
+    """What is known of the keys whose numbers differ by one step at most."""
+    moves = product((-1, 0, 1), repeat=len(key))
+    near = (tuple(map(sum, zip(key, move, strict=True))) for move in moves)
+    return set().union(*(known.get(one, ()) for one in near))
 
 
 def _is_near(key: Key, known: Collection[Key]) -> bool:

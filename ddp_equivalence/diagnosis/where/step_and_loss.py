@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 import torch
 
@@ -20,7 +19,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
 from ddp_equivalence.diagnosis.where.loss import behind
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
-from ddp_equivalence.diagnosis.where.relations import Known, KnownValues
+from ddp_equivalence.diagnosis.where.relations import Known, KnownValues, Rows
 from ddp_equivalence.diagnosis.where.two_logs import partners
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
@@ -37,6 +36,8 @@ VIEWS = frozenset({"t", "transpose", "permute", "view", "detach", "alias", "_uns
 NUMBERS = frozenset({"lift_fresh", "full", "scalar_tensor", "arange", "zeros", "ones"})
 """Operations that make tensors of numbers of Python."""
 
+PLACES = frozenset({"sort", "argsort", "topk", "nonzero", "searchsorted", "randperm"})
+
 MOST_FOUND = 4
 """If more lines compute something else, the step says the loss in another way."""
 
@@ -46,13 +47,15 @@ class Unlike:
     """``operation``: its inputs are among the values of the loss of the case, and its result is
     not. ``value``: the result. ``in_loss``: the result that the same operation of the loss of the
     case has instead; None if there is no such operation. ``made_at``: the other lines that made
-    what it was given.
+    what it was given. ``examples``: those whose rows it was given, once for each different list; ()
+    if all that it was given is of the same ones.
     """
 
     operation: Operation
     value: Value
     in_loss: Value | None
     made_at: tuple[CodeLine, ...]
+    examples: tuple[Indices, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,13 @@ def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices
     eps = torch.finfo(setting.dtype).eps
     scalars_count = passes <= 1 or bool(parts)
 
+    rows = Rows((*map(Value.of, tensors_of(setting.batch)), *recorded[0].values), len(whole), eps)
+
     def search(backward: bool) -> tuple[Unlike, ...]:
-        values = chain.from_iterable(_values(one, backward) for one in recorded)
-        known = KnownValues(values, multiples, eps)
+        known = KnownValues(_known(view, recorded, backward), multiples, eps)
         kind = _InGradients if backward else _Search
         found: dict[CodeLine, Unlike] = {}
-        for one in kind(step, recorded, known, scalars_count=scalars_count).found():
+        for one in kind(step, recorded, known, rows, scalars_count=scalars_count).found():
             if one.operation.line is not None:
                 found.setdefault(one.operation.line, one)
         return tuple(found.values()) if len(found) <= MOST_FOUND else ()
@@ -123,14 +127,15 @@ def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> Ste
     multiples = counts | {1 / one for one in counts if one}
     eps = torch.finfo(setting.dtype).eps
 
+    rows = Rows((*map(Value.of, tensors_of(setting.batch)), *recorded[0].values), len(whole), eps)
+
     def search(backward: bool) -> tuple[Unlike, ...]:
-        values = chain.from_iterable(_values(one, backward) for one in recorded)
-        known = KnownValues(values, multiples, eps)
+        known = KnownValues(_known(view, recorded, backward), multiples, eps)
         kind = _InGradients if backward else _Search
         found: dict[CodeLine, Unlike] = {}
         for rank in range(len(ranks)):
             sums = _Sums(ranks, rank, known)
-            for one in kind(ranks[rank], recorded, sums, scalars_count=True).found():
+            for one in kind(ranks[rank], recorded, sums, rows, scalars_count=True).found():
                 if one.operation.line is not None:
                     found.setdefault(one.operation.line, one)
         return tuple(found.values()) if len(found) <= MOST_FOUND else ()
@@ -209,6 +214,13 @@ class _Sums:
         return replace(Value.of(sum(one.tensor for one in each)), dtype=each[0].dtype)
 
 
+def _known(view: View, recorded: Sequence[Operations], backward: bool) -> Iterator[Value]:
+    """The values of the big batch, and those that the loss of the case makes of it."""
+    yield from map(Value.of, tensors_of(view.setting.batch))
+    for run in recorded:
+        yield from _values(run, backward)
+
+
 def _values(run: Operations, backward: bool) -> Iterator[Value]:
     """The values of a run: of its forward passes, or of all."""
     if backward:
@@ -252,8 +264,10 @@ def _counts(recorded: Sequence[Operations]) -> set[float]:
 
 
 def _is_new(operation: Operation) -> bool:
-    """True if an operation makes a tensor of nothing but a shape or numbers of Python."""
-    return operation.name in NUMBERS or operation.name.endswith("_like")
+    """True if an operation makes a tensor of nothing but a shape or numbers of Python, or places
+    in a tensor, which tell nothing before something is taken from there.
+    """
+    return operation.name in (*NUMBERS, *PLACES) or operation.name.endswith("_like")
 
 
 def _passes(step: Operations) -> int:
@@ -268,10 +282,12 @@ class _Search:
         step: Operations,
         recorded: Sequence[Operations],
         known: KnownValues | _Sums,
+        rows: Rows,
         *,
         scalars_count: bool,
     ) -> None:
         self._step = step
+        self._rows = rows
         self._operations = step.operations
         self._recorded = recorded
         self._known = known
@@ -286,7 +302,7 @@ class _Search:
         """The operations with which the step leaves the loss of the case."""
         for number in sorted(self._lasting):
             operation = self._operations[number]
-            if _is_new(operation):
+            if self._is_new(number):
                 continue
             new = [
                 (given, writer)
@@ -307,7 +323,7 @@ class _Search:
         found: set[int] = set()
         views: set[int] = set()  # inside backward passes, of weights that a later pass reads
         for number, operation in enumerate(self._operations[:last]):
-            after = () if _is_new(operation) else operation.after
+            after = () if self._is_new(number) else operation.after
             if any(one not in found and one not in views for one in after):
                 continue
             if not operation.in_backward:
@@ -339,7 +355,19 @@ class _Search:
         return found
 
     def _is_new(self, number: int) -> bool:
-        return _is_new(self._operations[number])
+        return number in self._new
+
+    @cached_property
+    def _new(self) -> set[int]:
+        """The operations that make something of nothing, or places of nothing but places."""
+        found: set[int] = set()
+        for number, operation in enumerate(self._operations):
+            made = [self._step.values[one] for one in operation.returned if one is not None]
+            are_places = bool(operation.after) and operation.after <= found
+            are_places &= not any(one.is_floating_point or one.dtype == "bool" for one in made)
+            if _is_new(operation) or are_places:
+                found.add(number)
+        return found
 
     def _result(self, number: int) -> Known:
         each = [self._of_value(one) for one in self._operations[number].returned if one is not None]
@@ -364,8 +392,15 @@ class _Search:
             if one is not None and self._of_value(one) == "no":
                 value = self._step.values[one]
                 lines = tuple(dict.fromkeys(self._made_at(number, operation.line)))
-                yield Unlike(operation, value, self._in_loss(operation, value), lines)
+                in_loss = self._in_loss(operation, value)
+                yield Unlike(operation, value, in_loss, lines, self._examples(operation))
                 return
+
+    def _examples(self, operation: Operation) -> tuple[Indices, ...]:
+        given = [self._step.values[one] for one in operation.given if one is not None]
+        rows = (self._rows.of(one) for one in given if len(one.shape) and one.shape[0] > 1)
+        found = tuple(dict.fromkeys(one for one in rows if one is not None))
+        return found if len(found) > 1 and len({*map(len, found)}) == 1 else ()
 
     def _in_loss(self, operation: Operation, value: Value) -> Value | None:
         """The result of the only operation of the loss with this name and shape that the step has
@@ -408,7 +443,7 @@ class _InGradients(_Search):
         leading = behind(self._step, self._step.results.values())
         began = next((n for n, one in enumerate(self._operations) if one.in_backward), None)
         for number, operation in enumerate(self._operations):
-            if began is None or number < began or number not in leading or _is_new(operation):
+            if began is None or number < began or number not in leading or self._is_new(number):
                 continue
             given = [
                 self._of_value(value)

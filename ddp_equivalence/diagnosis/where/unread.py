@@ -103,9 +103,21 @@ def _is_known(known: KnownValues, part: object) -> str:
 def _lines(
     parts: Sequence[dict[str, object]], path: str, run: Operations, eps: float
 ) -> Iterator[CodeLine]:
-    """The lines that took examples out of this leaf, each once."""
+    """The line that took some of the rows of this leaf first, or those that gave its rows to an
+    operation with a gradient.
+    """
     leaves = [part[path] for part in parts]
     of_leaf = KnownValues((Value.of(one) for one in leaves if isinstance(one, Tensor)), (), eps)
+    for operation in run.operations:
+        given, made = (
+            [run.values[one] for one in numbers if one is not None]
+            for numbers in (operation.given, operation.returned)
+        )
+        sizes = [len(one.elements) for one in given if of_leaf.has(one) == "yes"]
+        takes = any(len(one.elements) < max(sizes, default=0) for one in made)
+        if takes and operation.line is not None and all(of_leaf.has(one) == "yes" for one in made):
+            yield operation.line
+            return
     found: dict[CodeLine, None] = {}
     for value, writer in _read_by(run):
         line = None if writer is None else run.operations[writer].line
