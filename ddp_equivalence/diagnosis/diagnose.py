@@ -230,10 +230,13 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
         made = [line for one in lines if one.is_fault for line in _numbers(view, rank, one)]
         found = [*(one for one in made[:1] if one.line not in known), *found]
     faults = [one for one in found if one.is_fault and not one.missing]
-    for fault in faults[:1]:
-        known = {one.line for one in found}
-        behind = lines_behind(run_lines(view, rank), fault.line, MOST_LINES, only_attributes=True)
-        found += [one for one in behind if one.line not in known]
+    others = [one for one in lines if not one.is_fault]
+    behind: list[PointedLine] = []
+    for one in (*faults[:1], *(others if faults else ())):
+        run = run_lines(view, rank)
+        behind = behind or lines_behind(run, one.line, MOST_LINES, only_attributes=True)
+    known = {one.line for one in found}
+    found += [one for one in behind if one.line not in known]
     return tuple(found[: max(MOST_LINES, len(lines))])
 
 

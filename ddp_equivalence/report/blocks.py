@@ -39,7 +39,8 @@ class Shape:
     """How much of everything is shown.
 
     ``width``: of a screen. ``code``: lines of code. ``texts``: the lines that one text may take.
-    ``line_notes``: those of the note on a line of code. ``fix``: those of the fix, which is cut
+    ``line_notes``: those of the note on a line of code. ``bare``: so many of the last lines have
+    none, if they are not faulty. ``fix``: those of the fix, which is cut
     last. ``rows``: of a table; 0 stands for words in its place. ``details``: also what belongs to
     single rows of the table. ``listed``: the lines of a list. ``notes``: the lines of all notes.
     ``gaps``: the empty lines between the blocks: all three, without that above the fix, only that
@@ -50,6 +51,7 @@ class Shape:
     code: int = MOST_LINES
     texts: int = 2
     line_notes: int = 2
+    bare: int = 0
     fix: int = 2
     rows: int = MOST_ROWS
     details: bool = True
@@ -128,11 +130,12 @@ def _shapes(is_named: bool) -> Iterator[Shape]:
         for (texts, notes), details, gaps, rows in product(*given_up_last_to_first):
             yield Shape(WIDEST_SCREEN, code, texts, notes, rows=rows, details=details, gaps=gaps)
         small = Shape(code=code, texts=1, rows=2, details=False, gaps=0)
-        yield from (small, replace(small, line_notes=1))
+        yield small
+        yield from (replace(small, line_notes=1, bare=bare) for bare in range(min(code, 2)))
         # Two lines of code are worth more than the table. Where no cause explains the table, all
         # of them are.
         if code == 2 or (code > 2 and not is_named):
-            yield replace(small, line_notes=1, rows=0)
+            yield from (replace(small, line_notes=1, bare=bare, rows=0) for bare in (0, 1))
     words = Shape(code=1, texts=1, line_notes=1, rows=0)
     yield from (words, replace(words, notes=1), replace(words, fix=1, notes=1, gaps=0))
 
@@ -257,13 +260,18 @@ class Code:
         column = indent + max(map(len, noted), default=0) + 2
         at_the_side = all(column + len(one.note) <= shape.width for one in shown)
         lines = []
-        for one, place, source in zip(shown, places, sources, strict=True):
+        for number, (one, place, source) in enumerate(zip(shown, places, sources, strict=True)):
+            is_bare = number >= len(shown) - shape.bare and not one.is_fault
             head = f"{'>' if one.is_fault else ' '} {place:<{indent - 4}}  {source}"
-            if one.note and at_the_side:
-                head = f"{head:<{column}}{one.note}"
+            note = "" if is_bare else one.note
+            is_short = shape.line_notes < 2 and len(head) + 2 + len(note) <= shape.width
+            if note and at_the_side:
+                head = f"{head:<{column}}{note}"
+            elif note and is_short:
+                head = f"{head}  {note}"
             lines.append(Line(head))
-            if one.note and not at_the_side:
-                lines += Sentences(one.note, "", "line_notes", " " * indent).lines(shape)
+            if note and not (at_the_side or is_short):
+                lines += Sentences(note, "", "line_notes", " " * indent).lines(shape)
             if one.missing:
                 missing = f"{'':<{indent}}missing after it: {one.missing}"
                 lines.append(Line(cut(missing, shape.width)))

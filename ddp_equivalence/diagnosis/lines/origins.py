@@ -492,8 +492,7 @@ def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
         return []
     calls = [one for one in _in_head(place.statement) if isinstance(one, ast.Call)]
     if isinstance(place.statement, ast.Assign):  # a call of a class only makes an object here
-        made = [one.name for file in run.files for one in classes_in(file)]
-        calls = [one for one in calls if called_name(one) not in made]
+        calls = [one for one in calls if called_name(one) not in _classes(run)]
     return [one.line for call in calls for one in origins.of_call(call)]
 
 
@@ -511,8 +510,9 @@ def _setters(
     for node in read:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not one.fills]
-            if len({one.line for one in given}) == 1:
-                yield _far_away(origins, node.attr, given[0])
+            one = _in_force(run, line, node, given)
+            if one is not None and not (only_attributes and _tells_little(run, one)):
+                yield _far_away(origins, node.attr, one)
     for node in [] if only_attributes else read:
         if isinstance(node, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not _wraps(one)]
@@ -523,6 +523,42 @@ def _setters(
                 yield "adds to" if last.fills else "sets", node.id, last.line
             elif len(given) == 1 and not own and given[0].place.function is not None:
                 yield "passes", node.id, given[0].line
+
+
+def _classes(run: RunLines) -> set[str]:
+    return {one.name for file in run.files for one in classes_in(file)}
+
+
+def _tells_little(run: RunLines, one: Origin) -> bool:
+    """True for what only makes an object of a user's class, or is the rank or the world size."""
+    made = one.expression
+    if isinstance(made, ast.Call):
+        return called_name(made) in {*_classes(run), "get_rank", "get_world_size"}
+    return ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
+
+
+def _in_force(
+    run: RunLines, line: CodeLine, node: ast.Attribute, given: Sequence[Origin]
+) -> Origin | None:
+    """What an attribute held when a line read it: of several lines in the methods of one class
+    that set it, the last that ran before; None if that is not known.
+    """
+    if len({one.line for one in given}) == 1:
+        return given[0]
+    place = place_at(line)
+    classes = {_class_of(one.place) for one in given}
+    if place is None or ast.unparse(node.value) != "self" or classes != {_class_of(place)}:
+        return None
+    read = run.last.get(line, 0)
+    before = [one for one in given if 0 < run.last.get(one.line, 0) < read]
+    return max(before, key=lambda one: run.last[one.line], default=None)
+
+
+def _class_of(place: SourceLine) -> str:
+    """The class in which a line stands; "" if none."""
+    line = place.statement.lineno
+    around = (one for one in classes_in(place.file) if one.lineno <= line <= (one.end_lineno or 0))
+    return min(around, key=lambda one: line - one.lineno, default=ast.ClassDef(name="")).name
 
 
 def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, CodeLine]:

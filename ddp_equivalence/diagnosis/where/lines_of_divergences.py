@@ -362,7 +362,7 @@ def with_unlike_loss(
     for one in ordered:
         lines.setdefault((one.line.file, one.line.number), one)
     if found.kind == "not seen":
-        joins = unlike[0].examples and unlike[0].operation.line
+        joins = unlike[0].rows and unlike[0].operation.line
         number = unlike[0].operation.line.number if joins else 0
         headline = "the loss is not that of the case"
         headline = f"line {number} joins different examples" if joins else headline
@@ -374,9 +374,9 @@ def with_unlike_loss(
 def _note_of_value(one: Unlike) -> str:
     """Says what the operation returned, and what that of the loss of the case returns instead."""
     name, here = called(one.operation), one.value.tensor
-    if one.examples:
-        first, second = (", ".join(map(str, rows[:MOST_SHOWN])) for rows in one.examples[:2])
-        return f"{name} joins rows of examples {first}, ... with those of {second}, ..."
+    if one.rows:
+        ours, theirs = next(pair for pair in zip(*one.rows, strict=True) if not pair[0] & pair[1])
+        return f"{name} joins the row of example {min(ours)} with that of example {min(theirs)}"
     if one.in_loss is None:
         if here.numel() == 1:
             number = text_of(float(here), ".5g")

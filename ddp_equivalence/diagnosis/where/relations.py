@@ -588,39 +588,57 @@ class KnownValues:
             yield tuple(key.round().long().tolist()) if float(length) > 0 else ZERO
 
 
+Places = tuple[frozenset[int], ...]
+"""For each row the places where it may stand."""
+
+
 class Rows:
-    """Recognises rows of some values, by their place along the first dimension.
+    """Recognises rows of some values by their place, along the first two dimensions.
 
     ``count``: so many rows have those values in which a row is an example. ``values``: all; those
-    with other shapes do not count.
+    with other shapes do not count, nor do lists of few different whole numbers.
     """
 
     def __init__(self, values: Iterable[Value], count: int, eps: float) -> None:
-        self._known = KnownValues((), (), eps)
-        self._places: dict[int, dict[Key, set[int]]] = {}
+        self._keys = KnownValues((), (), eps).keys
+        self._known: dict[int, dict[Key, set[int]]] = {}
         for value in values:
-            if value.shape[:1] != (count,) or not value.tensor.isfinite().all():
+            tensor = value.tensor
+            if not tensor.isfinite().all() or not tensor.any():
                 continue
-            rows = value.tensor.reshape(count, -1)
-            places = self._places.setdefault(rows.shape[1], {})
-            for number, key in enumerate(self._known.keys(rows)):
-                places.setdefault(key, set()).add(number)
+            for dim in range(min(tensor.ndim, 2)):
+                rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
+                is_told = value.is_floating_point or len(rows.unique(dim=0)) * 2 >= count
+                if len(rows) == count and rows.shape[1] and is_told:
+                    known = self._known.setdefault(rows.shape[1], {})
+                    for number, key in enumerate(self._keys(rows)):
+                        known.setdefault(key, set()).add(number)
 
-    def of(self, value: Value) -> tuple[int, ...] | None:
-        """The places of the rows of a value; None if one is unknown, or may be several."""
-        if not value.shape or not value.tensor.isfinite().all():
+    def of(self, value: Value) -> Places | None:
+        """Where each row may stand; None if one is not known."""
+        tensor = value.tensor
+        if not tensor.isfinite().all():
             return None
-        rows = value.tensor.reshape(value.shape[0], -1)
-        known = self._places.get(rows.shape[1], {})
-        found = [_of_near(key, known) for key in self._known.keys(rows)]
-        return tuple(one.pop() for one in found) if all(len(one) == 1 for one in found) else None
+        for dim in range(min(tensor.ndim, 2)):
+            rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
+            known = self._known.get(rows.shape[1], {})
+            if known and 1 < len(rows) <= MOST_ROWS:
+                found = tuple(_of_near(key, known) for key in self._keys(rows))
+                if all(found):
+                    return found
+        return None
 
 
-def _of_near(key: Key, known: Mapping[Key, set[int]]) -> set[int]:
+def agree(one: Places, other: Places) -> bool:
+    """True if rows at the same places may be of the same examples."""
+    return len(one) != len(other) or all(a & b for a, b in zip(one, other, strict=True))
+
+
+def _of_near(key: Key, known: Mapping[Key, set[int]]) -> frozenset[int]:
     """What is known of the keys whose numbers differ by one step at most."""
     moves = product((-1, 0, 1), repeat=len(key))
     near = (tuple(map(sum, zip(key, move, strict=True))) for move in moves)
-    return set().union(*(known.get(one, ()) for one in near))
+    return frozenset().union(*(known.get(one, ()) for one in near))
 
 
 def _is_near(key: Key, known: Collection[Key]) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import torch
 
@@ -19,7 +20,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
 from ddp_equivalence.diagnosis.where.loss import behind
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
-from ddp_equivalence.diagnosis.where.relations import Known, KnownValues, Rows
+from ddp_equivalence.diagnosis.where.relations import Known, KnownValues, Places, Rows, agree
 from ddp_equivalence.diagnosis.where.two_logs import partners
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
@@ -47,15 +48,15 @@ class Unlike:
     """``operation``: its inputs are among the values of the loss of the case, and its result is
     not. ``value``: the result. ``in_loss``: the result that the same operation of the loss of the
     case has instead; None if there is no such operation. ``made_at``: the other lines that made
-    what it was given. ``examples``: those whose rows it was given, once for each different list; ()
-    if all that it was given is of the same ones.
+    what it was given. ``rows``: of which examples the rows of two values are that it joins, where
+    they are not the same; otherwise ().
     """
 
     operation: Operation
     value: Value
     in_loss: Value | None
     made_at: tuple[CodeLine, ...]
-    examples: tuple[Indices, ...] = ()
+    rows: tuple[Places, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -391,16 +392,31 @@ class _Search:
         for one in made:
             if one is not None and self._of_value(one) == "no":
                 value = self._step.values[one]
-                lines = tuple(dict.fromkeys(self._made_at(number, operation.line)))
+                rows = self._examples(operation)
+                first = self._rearranged_at(number) if rows else ()
+                lines = dict.fromkeys([*first, *self._made_at(number, operation.line)])
                 in_loss = self._in_loss(operation, value)
-                yield Unlike(operation, value, in_loss, lines, self._examples(operation))
+                yield Unlike(operation, value, in_loss, tuple(lines), rows)
                 return
 
-    def _examples(self, operation: Operation) -> tuple[Indices, ...]:
-        given = [self._step.values[one] for one in operation.given if one is not None]
-        rows = (self._rows.of(one) for one in given if len(one.shape) and one.shape[0] > 1)
-        found = tuple(dict.fromkeys(one for one in rows if one is not None))
-        return found if len(found) > 1 and len({*map(len, found)}) == 1 else ()
+    def _examples(self, operation: Operation) -> tuple[Places, ...]:
+        """The rows that the operation joins, of two values, if they are of different examples."""
+        given = [self._rows.of(self._step.values[n]) for n in operation.given if n is not None]
+        rows = [one for one in given if one is not None]
+        pairs = ((a, b) for a, b in combinations(rows, 2) if not agree(a, b))
+        return next(pairs, ())
+
+    def _rearranged_at(self, number: int) -> Iterator[CodeLine]:
+        """The lines that put rows into another order, the first one first."""
+        for one in sorted(behind(self._step, [number])):
+            operation = self._operations[one]
+            given, made = (
+                [self._rows.of(self._step.values[n]) for n in numbers if n is not None]
+                for numbers in (operation.given, operation.returned)
+            )
+            moved = any(g and m and not agree(g, m) for g in given for m in made)
+            if moved and operation.line is not None:
+                yield operation.line
 
     def _in_loss(self, operation: Operation, value: Value) -> Value | None:
         """The result of the only operation of the loss with this name and shape that the step has
