@@ -556,9 +556,9 @@ def _in_force(
 
 def _class_of(place: SourceLine) -> str:
     """The class in which a line stands; "" if none."""
-    line = place.statement.lineno
-    around = (one for one in classes_in(place.file) if one.lineno <= line <= (one.end_lineno or 0))
-    return min(around, key=lambda one: line - one.lineno, default=ast.ClassDef(name="")).name
+    line, every = place.statement.lineno, classes_in(place.file)
+    around = [one for one in every if one.lineno <= line <= (one.end_lineno or 0)]
+    return max(around, key=lambda one: one.lineno).name if around else ""
 
 
 def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, CodeLine]:

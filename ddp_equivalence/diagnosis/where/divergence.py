@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import chain
+from functools import cache, cached_property
+from itertools import chain, combinations
 
 import torch
 
@@ -27,12 +27,20 @@ from ddp_equivalence.diagnosis.where.loss import (
     loss_on_one_rank,
     scalings_of_loss,
 )
-from ddp_equivalence.diagnosis.where.relations import RELATED, Selection, Sharing, found_in
+from ddp_equivalence.diagnosis.where.relations import (
+    RELATED,
+    Rows,
+    Selection,
+    Sharing,
+    agree,
+    found_in,
+)
 from ddp_equivalence.diagnosis.where.step_and_loss import (
     VIEWS,
     StepAndLoss,
     compared_with_the_loss,
     ranks_compared_with_the_loss,
+    rows_of_the_loss,
 )
 from ddp_equivalence.diagnosis.where.two_logs import PACKING, TwoLogs
 from ddp_equivalence.diagnosis.where.unread import Unread, unread
@@ -151,7 +159,8 @@ def _compared(
         float(view.expected.abs().max()),
     )
     logs = logs_of(runs, sharing)
-    return BesideOneRank(True, 1.0, divergences(logs), cuts, past_autograd(logs))
+    found = divergences(logs, lambda: rows_of_the_loss(view))
+    return BesideOneRank(True, 1.0, found, cuts, past_autograd(logs))
 
 
 def _is_seed(run: Operations, operation: Operation) -> bool:
@@ -290,7 +299,8 @@ class Divergence:
     the ranks run it. ``is_certain``: the result made a gradient wrong. ``parts_of_sums``: the lines
     that made what it was given, where this is only a part of a sum, or a multiple. ``is_first``: it
     ran before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one
-    rank has, where the other values that it meets are of those parts.
+    rank has, where the other values that it meets are of those parts. ``joined``: a rank, and two
+    examples whose rows it joins there; None if it joins rows of the same examples.
     """
 
     operation: Operation
@@ -301,9 +311,10 @@ class Divergence:
     is_first: bool = False
     taken: Selection | None = None
     elsewhere: Selection | None = None
+    joined: tuple[int, int, int] | None = None
 
 
-def divergences(logs: TwoLogs) -> tuple[Divergence, ...]:
+def divergences(logs: TwoLogs, rows: Callable[[], Rows]) -> tuple[Divergence, ...]:
     """The operations at which the ranks part from one rank, the certain ones first.
 
     Certain are those that made a gradient wrong: from their result to a gradient there is nothing
@@ -313,7 +324,7 @@ def divergences(logs: TwoLogs) -> tuple[Divergence, ...]:
     wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
     if not wrong:
         return ()
-    search = _Search(logs)
+    search = _Search(logs, rows)
     leading, only_ranks = search.leading_to(wrong)
     certain = sorted({*leading, *search.differentiated()})
     first = certain[0] if certain else len(logs.alone.operations)
@@ -328,9 +339,14 @@ def divergences(logs: TwoLogs) -> tuple[Divergence, ...]:
 
 
 class _Search:
-    def __init__(self, logs: TwoLogs) -> None:
+    def __init__(self, logs: TwoLogs, rows: Callable[[], Rows]) -> None:
         self._logs = logs
+        self._make_rows = rows
         self._operations = logs.alone.operations
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return self._make_rows()
 
     def leading_to(self, wrong: Sequence[str]) -> tuple[set[int], list[Operation]]:
         """The divergences from which nothing but other results leads to one of these gradients, and
@@ -356,10 +372,12 @@ class _Search:
                 written = None if number is None else self._logs.number_after(number)
                 if written is not None and written in partners:
                     open_ones.append((partners[written], True))
-                if number is None and is_read_by_both and makes_values and operation.line:
+                is_shown = operation.draws or (is_read_by_both and makes_values)
+                if number is None and is_shown and operation.line:
                     only_ranks.setdefault(operation.line, operation)
                 open_ones.extend((one, number is not None) for one in operation.after)
-        return found, list(only_ranks.values())
+        # Random numbers that no rank draws alone come first: the others are made of them.
+        return found, sorted(only_ranks.values(), key=lambda one: not one.draws)
 
     def differentiated(self) -> Iterator[int]:
         """The divergences in the forward pass, if what they compute is differentiated."""
@@ -411,7 +429,22 @@ class _Search:
             parts,
             number < next(backward, 0),
             *self._logs.taken(by_rank, alone),
+            self._joined(number),
         )
+
+    def _joined(self, number: int) -> tuple[int, int, int] | None:
+        for rank, operation in enumerate(self._logs.on_ranks(number)):
+            values = self._logs.ranks[rank].values
+            rows = [self._rows.of(values[one]) for one in operation.given if one is not None]
+            for one, other in combinations(filter(None, rows), 2):
+                if not agree(one, other):
+                    a, b = next(
+                        pair
+                        for pair in zip(one, other, strict=True)
+                        if not set.intersection(*map(set, pair))
+                    )
+                    return rank, min(a), min(b)
+        return None
 
     def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[tuple[CodeLine, str]]:
         """The other lines that made parts of sums ("sum"), or multiples ("scaled"), of which this
@@ -437,8 +470,12 @@ class _Search:
     def _diverges(self, number: int) -> bool:
         """True if the result is another one, and nothing is that the operation was given.
 
-        What no operation wrote was made of numbers of Python, by this line as far as is known.
+        What no operation wrote was made of numbers of Python, by this line as far as is known. That
+        ranks pad what they have to one size is no other value.
         """
+        operation = self._operations[number]
+        if operation.name == "constant_pad_nd" and operation.returned == operation.given:
+            return False
         return bool(self._logs.places_that_diverge(number)) and not self._is_given_others(number)
 
     def _is_given_others(self, number: int) -> bool:

@@ -23,7 +23,7 @@ from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import Scaling
 from ddp_equivalence.diagnosis.where.own_gradient import line_of_backward, own_backwards
-from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS
+from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS, OTHER_NUMBERS
 from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
@@ -50,7 +50,7 @@ FIRST_OTHER = (
 )
 
 ONLY_RANKS_RUN = (
-    "What the marked line does has no counterpart on one rank; from there on values differ."
+    "A marked line does what has no counterpart on one rank; from there on values differ."
 )
 
 ROUNDING = 1e-6
@@ -104,7 +104,7 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     if found.kind == "reduction":  # the losses are right, and what becomes of gradients may not be
         unlike = beside.loss.changed if found.shows_later else ()
     alone = "" if view.world_size == 1 or beside.is_right_alone is None else UNLIKE_LOSS_ALONE
-    return with_unlike_loss(found, unlike, alone, knows_numbers=numbers)
+    return with_unlike_loss(found, unlike, view, alone, knows_numbers=numbers)
 
 
 def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
@@ -243,7 +243,9 @@ def _with_lines(
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
         for one in pointed
     ]
+    # The line that writes other numbers is not that which makes them.
     is_late = found.kind == "reduction" and _is_before_backward(beside)
+    is_late |= found.headline == OTHER_NUMBERS
     is_vague = found.shows_later or found.kind == "big batch" or is_late
     if not is_vague and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
@@ -289,6 +291,9 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     name = called(divergence.operation)
     if divergence.alone is None:
         return f"{name}: {ONLY_RANKS}"
+    if divergence.joined is not None:
+        rank, one, other = divergence.joined
+        return f"{name}: rank {rank} joins the row of example {one} with that of example {other}"
     if divergence.taken is not None and divergence.elsewhere is not None:
         rank = next(
             rank
@@ -329,27 +334,24 @@ UNLIKE_LOSS = "> marks values that the loss of the case lacks."
 
 
 def with_unlike_loss(
-    found: Whereabouts, unlike: Sequence[Unlike], alone: str, *, knows_numbers: bool
+    found: Whereabouts, unlike: Sequence[Unlike], view: View, alone: str, *, knows_numbers: bool
 ) -> Whereabouts:
     """The place that was found already, after the lines at which the step leaves the case's loss.
 
     Nothing is added where the losses are right. ``alone``: what the step does on one rank.
-    ``knows_numbers``: the lines that were found make
-    the numbers by which the loss is scaled.
+    ``knows_numbers``: the lines that were found make the numbers by which the loss is scaled.
     """
     if found.kind == "big batch" or not unlike:
         return found
-    first = [
-        PointedLine(one.operation.line, _note_of_value(one), is_fault=True)
-        for one in unlike
-        if one.operation.line is not None
-    ]
+    first = [PointedLine(one.line, _note_of_value(one), is_fault=True) for one in unlike]
     behind = [
-        PointedLine(line, f"goes into what line {one.operation.line.number} computes")
+        PointedLine(line, f"goes into what line {one.line.number} computes")
         for one in unlike
-        if one.operation.line is not None
-        for line in one.made_at
+        for line in (*one.moved_at, *one.made_at)
     ]
+    joining = unlike[0] if unlike[0].rows else None
+    if joining is not None and not joining.moved_at:
+        behind = [*lines_behind(run_lines(view, 0), joining.line, 1), *behind]
     known = [one for one in found.lines if one.is_fault]
     if known and not found.shows_later:  # a line that was seen to do something wrong comes first
         more = [one for one in found.lines if one.note != BACKWARD_BEGINS]
@@ -362,10 +364,9 @@ def with_unlike_loss(
     for one in ordered:
         lines.setdefault((one.line.file, one.line.number), one)
     if found.kind == "not seen":
-        joins = unlike[0].rows and unlike[0].operation.line
-        number = unlike[0].operation.line.number if joins else 0
         headline = "the loss is not that of the case"
-        headline = f"line {number} joins different examples" if joins else headline
+        if joining is not None:
+            headline = f"line {joining.line.number} joins different examples"
         found = replace(found, kind="own gradient", headline=headline, sentence="")
     shown = tuple(lines.values())[:MOST_LINES]
     return replace(found, lines=shown, beside_one_rank=alone, marks=UNLIKE_LOSS)

@@ -60,6 +60,7 @@ from ddp_equivalence.measurement.calls import Call, Contents, Kind
 # all the time, which ranks or backward passes count in it as they should not.
 
 OTHER = "What the ranks hold in the end is not the mean of what they computed."
+OTHER_NUMBERS = "a line leaves no weighted sum of the ranks' gradients"
 CHANGED_AFTERWARDS = "right gradients are changed afterwards"
 
 NOTHING = 1e-9
@@ -265,7 +266,7 @@ class _Search:
         if state.mix is not None:
             return "a parameter gets the gradient of another one"
         if collective is None:
-            return "a line leaves no weighted sum of the ranks' gradients"
+            return OTHER_NUMBERS
         if collective.reduce_op:
             return f"gradients are reduced with {collective.reduce_op}"
         return f"{collective.op} leaves other gradients"

@@ -589,44 +589,82 @@ class KnownValues:
 
 
 Places = tuple[frozenset[int], ...]
-"""For each row the places where it may stand."""
+"""For each row the examples that it may be of."""
+
+FEWEST_DIRECTIONS = 3
+"""Rows of so many numbers have directions of their own."""
 
 
 class Rows:
-    """Recognises rows of some values by their place, along the first two dimensions.
+    """Recognises rows of values, or multiples of them, by the examples that they are of.
 
-    ``count``: so many rows have those values in which a row is an example. ``values``: all; those
-    with other shapes do not count, nor do lists of few different whole numbers.
+    ``whole``: values that were computed of all examples in their order, and ``backwards``: the same
+    in the reverse order. Those that are reversed along one of their first two dimensions have a row
+    for each example there. ``parts``: the same values, and the examples that they are computed of.
+    Lists of few different whole numbers are not recognised. Without arguments it recognises none.
     """
 
-    def __init__(self, values: Iterable[Value], count: int, eps: float) -> None:
+    def __init__(
+        self,
+        whole: Sequence[Value | None] = (),
+        backwards: Sequence[Value | None] = (),
+        parts: Iterable[tuple[Sequence[Value | None], Sequence[int]]] = (),
+        eps: float = 0.0,
+    ) -> None:
         self._keys = KnownValues((), (), eps).keys
         self._known: dict[int, dict[Key, set[int]]] = {}
-        for value in values:
-            tensor = value.tensor
-            if not tensor.isfinite().all() or not tensor.any():
-                continue
-            for dim in range(min(tensor.ndim, 2)):
-                rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
-                is_told = value.is_floating_point or len(rows.unique(dim=0)) * 2 >= count
-                if len(rows) == count and rows.shape[1] and is_told:
-                    known = self._known.setdefault(rows.shape[1], {})
-                    for number, key in enumerate(self._keys(rows)):
-                        known.setdefault(key, set()).add(number)
+        pairs = enumerate(zip(whole, backwards, strict=False))
+        dims = {n: _dim_of_examples(one, other, eps) for n, (one, other) in pairs}
+        for values, examples in parts:
+            for number, dim in dims.items():
+                value = values[number] if number < len(values) else None
+                if dim is not None and value is not None:
+                    self._add(value, dim, examples)
+
+    def _add(self, value: Value, dim: int, examples: Sequence[int]) -> None:
+        tensor = value.tensor
+        if tensor.ndim <= dim or tensor.shape[dim] != len(examples) or not tensor.numel():
+            return
+        rows = tensor.movedim(dim, 0).reshape(len(examples), -1)
+        is_told = value.is_floating_point or len(rows.unique(dim=0)) * 2 >= len(examples)
+        if not rows.shape[1] or not is_told or not tensor.isfinite().all():
+            return
+        known = self._known.setdefault(rows.shape[1], {})
+        for example, key in zip(examples, self._of_rows(rows), strict=True):
+            known.setdefault(key, set()).add(example)
 
     def of(self, value: Value) -> Places | None:
-        """Where each row may stand; None if one is not known."""
+        """The examples that each row may be of; None if one is not known."""
         tensor = value.tensor
-        if not tensor.isfinite().all():
+        if not self._known or not tensor.numel() or not tensor.isfinite().all():
             return None
         for dim in range(min(tensor.ndim, 2)):
             rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
             known = self._known.get(rows.shape[1], {})
             if known and 1 < len(rows) <= MOST_ROWS:
-                found = tuple(_of_near(key, known) for key in self._keys(rows))
+                found = tuple(_of_near(key, known) for key in self._of_rows(rows))
                 if all(found):
                     return found
         return None
+
+    def _of_rows(self, rows: Tensor) -> Iterator[Key]:
+        """The keys of the rows, without their lengths where their directions tell them apart."""
+        begin = 1 if rows.shape[1] >= FEWEST_DIRECTIONS else 0
+        return (key[begin:] for key in self._keys(rows))
+
+
+def _dim_of_examples(value: Value | None, turned: Value | None, eps: float) -> int | None:
+    """The dimension along which the second value is the first in the reverse order."""
+    if value is None or turned is None or value.shape != turned.shape or not value.elements:
+        return None
+    one, other = value.tensor, turned.tensor
+    if not one.isfinite().all() or not other.isfinite().all():
+        return None
+    close = Close.of([one, other], eps, 0.0)
+    if close(one, other):
+        return None
+    dims = range(min(one.ndim, 2))
+    return next((dim for dim in dims if close(one.flip(dim), other)), None)
 
 
 def agree(one: Places, other: Places) -> bool:

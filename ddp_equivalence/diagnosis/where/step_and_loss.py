@@ -45,18 +45,20 @@ MOST_FOUND = 4
 
 @dataclass(frozen=True)
 class Unlike:
-    """``operation``: its inputs are among the values of the loss of the case, and its result is
-    not. ``value``: the result. ``in_loss``: the result that the same operation of the loss of the
-    case has instead; None if there is no such operation. ``made_at``: the other lines that made
-    what it was given. ``rows``: of which examples the rows of two values are that it joins, where
-    they are not the same; otherwise ().
+    """``operation``, of this line: its inputs are among the values of the loss of the case, and its
+    result is not. ``value``: the result. ``in_loss``: the result that the same operation of the
+    loss of the case has instead; None if there is no such operation. ``made_at``: the other lines
+    that made what it was given. ``rows``: the examples of the rows of two values that it joins, if
+    they are others; else (). ``moved_at``: the lines that put rows into another order.
     """
 
     operation: Operation
+    line: CodeLine
     value: Value
     in_loss: Value | None
     made_at: tuple[CodeLine, ...]
     rows: tuple[Places, ...] = ()
+    moved_at: tuple[CodeLine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,14 @@ def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices
     eps = torch.finfo(setting.dtype).eps
     scalars_count = passes <= 1 or bool(parts)
 
-    rows = Rows((*map(Value.of, tensors_of(setting.batch)), *recorded[0].values), len(whole), eps)
+    rows = rows_of_the_loss(view, recorded, [whole, *parts])
 
     def search(backward: bool) -> tuple[Unlike, ...]:
         known = KnownValues(_known(view, recorded, backward), multiples, eps)
         kind = _InGradients if backward else _Search
         found: dict[CodeLine, Unlike] = {}
         for one in kind(step, recorded, known, rows, scalars_count=scalars_count).found():
-            if one.operation.line is not None:
-                found.setdefault(one.operation.line, one)
+            found.setdefault(one.line, one)
         return tuple(found.values()) if len(found) <= MOST_FOUND else ()
 
     cuts = not_meant(cuts_of(step), recorded, eps)
@@ -106,7 +107,7 @@ def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices
     # The line that calls backward stands for all that autograd does, and tells nothing.
     calls = {one.line for one in view.observed.calls.backwards}
     changed = () if unlike or cuts else search(backward=True)
-    return StepAndLoss(unlike, cuts, tuple(c for c in changed if c.operation.line not in calls)[:1])
+    return StepAndLoss(unlike, cuts, tuple(one for one in changed if one.line not in calls)[:1])
 
 
 def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> StepAndLoss:
@@ -128,7 +129,7 @@ def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> Ste
     multiples = counts | {1 / one for one in counts if one}
     eps = torch.finfo(setting.dtype).eps
 
-    rows = Rows((*map(Value.of, tensors_of(setting.batch)), *recorded[0].values), len(whole), eps)
+    rows = rows_of_the_loss(view, recorded, [whole, *taken])
 
     def search(backward: bool) -> tuple[Unlike, ...]:
         known = KnownValues(_known(view, recorded, backward), multiples, eps)
@@ -137,14 +138,13 @@ def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> Ste
         for rank in range(len(ranks)):
             sums = _Sums(ranks, rank, known)
             for one in kind(ranks[rank], recorded, sums, rows, scalars_count=True).found():
-                if one.operation.line is not None:
-                    found.setdefault(one.operation.line, one)
-        return tuple(found.values()) if len(found) <= MOST_FOUND else ()
+                if one.line not in found or (one.rows and not found[one.line].rows):
+                    found[one.line] = one
+        first = sorted(found.values(), key=lambda one: not one.rows)
+        return tuple(first) if len(first) <= MOST_FOUND else ()
 
     unlike = search(backward=False)
-    calls = {one.line for one in view.observed.calls.backwards}
-    changed = () if unlike else search(backward=True)
-    return StepAndLoss(unlike, (), tuple(c for c in changed if c.operation.line not in calls)[:1])
+    return StepAndLoss(unlike, (), () if unlike else search(backward=True)[:1])
 
 
 def _group_sizes(world_size: int) -> list[int]:
@@ -212,7 +212,35 @@ class _Sums:
             each.append(run.values[value])
         if len({one.shape for one in each}) > 1:
             return None
-        return replace(Value.of(sum(one.tensor for one in each)), dtype=each[0].dtype)
+        total = torch.stack([one.tensor for one in each]).sum(0)
+        return replace(Value.of(total), dtype=each[0].dtype)
+
+
+def rows_of_the_loss(
+    view: View, recorded: Sequence[Operations] = (), parts: Sequence[Indices] = ()
+) -> Rows:
+    """The rows of the big batch, and of what the loss of the case makes of it and its parts.
+
+    ``recorded``: this loss of these parts, if it has been recorded already.
+    """
+    setting, whole = view.setting, tuple(range(view.setting.example_count))
+    parts, orders = parts or [whole], [whole[::-1]]
+    found = operations_of_the_loss(setting, [*orders, *(() if recorded else parts)], view.time)
+    if found is None:
+        return Rows()
+    each = [
+        _in_order(view, run, part) for run, part in zip(recorded or found[1:], parts, strict=True)
+    ]
+    turned = _in_order(view, found[0], orders[0])
+    return Rows(each[0], turned, zip(each, parts, strict=True), torch.finfo(setting.dtype).eps)
+
+
+def _in_order(view: View, run: Operations, part: Indices) -> list[Value | None]:
+    """What is taken of the batch, and all that operations return, in their order."""
+    batch = take(view.setting.batch, part, view.setting.case.batch_dims)
+    returned = (one for operation in run.operations for one in operation.returned)
+    values = (None if one is None else run.values[one] for one in returned)
+    return [*map(Value.of, tensors_of(batch)), *values]
 
 
 def _known(view: View, recorded: Sequence[Operations], backward: bool) -> Iterator[Value]:
@@ -389,14 +417,17 @@ class _Search:
     def _unlike(self, number: int, made: Sequence[int | None]) -> Iterator[Unlike]:
         """The first of the values that an operation has made, if the loss of the case has not."""
         operation = self._operations[number]
+        line = operation.line
+        if line is None:
+            return
         for one in made:
             if one is not None and self._of_value(one) == "no":
                 value = self._step.values[one]
                 rows = self._examples(operation)
-                first = self._rearranged_at(number) if rows else ()
-                lines = dict.fromkeys([*first, *self._made_at(number, operation.line)])
+                moved = dict.fromkeys(self._rearranged_at(number) if rows else ())
+                lines = dict.fromkeys(self._made_at(number, line))
                 in_loss = self._in_loss(operation, value)
-                yield Unlike(operation, value, in_loss, tuple(lines), rows)
+                yield Unlike(operation, line, value, in_loss, tuple(lines), rows, tuple(moved))
                 return
 
     def _examples(self, operation: Operation) -> tuple[Places, ...]:
@@ -414,7 +445,9 @@ class _Search:
                 [self._rows.of(self._step.values[n]) for n in numbers if n is not None]
                 for numbers in (operation.given, operation.returned)
             )
-            moved = any(g and m and not agree(g, m) for g in given for m in made)
+            moved = operation.name not in PLACES and any(
+                g and m and not agree(g, m) for g in given for m in made
+            )
             if moved and operation.line is not None:
                 yield operation.line
 

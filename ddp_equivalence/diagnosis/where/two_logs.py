@@ -88,7 +88,7 @@ class TwoLogs:
         alone = self.alone.operations[number].returned[place]
         by_rank = [
             of_rank.values[value]
-            for of_rank, one in zip(self.ranks, self._on_ranks(number), strict=True)
+            for of_rank, one in zip(self.ranks, self.on_ranks(number), strict=True)
             if (value := one.returned[place]) is not None
         ]
         return tuple(by_rank), None if alone is None else self.alone.values[alone]
@@ -108,7 +108,7 @@ class TwoLogs:
         does not run on all ranks.
         """
         operation = self.alone.operations[number]
-        each = self._on_ranks(number)
+        each = self.on_ranks(number)
         if len(each) < len(self.ranks):
             return
         for place, (alone, writer) in enumerate(
@@ -137,7 +137,7 @@ class TwoLogs:
     def values(self) -> Iterator[Values]:
         """Everything that operations outside of backward passes were given, and returned."""
         for number, operation in enumerate(self.alone.operations):
-            each = self._on_ranks(number)
+            each = self.on_ranks(number)
             if operation.in_backward or not each:
                 continue
             for place, given in enumerate(operation.given):
@@ -169,7 +169,7 @@ class TwoLogs:
         votes: Counter[Selection] = Counter()
         pairs: list[tuple[Selection, Selection]] = []
         for number, operation in enumerate(self.alone.operations):
-            if operation.in_backward or not self._on_ranks(number):
+            if operation.in_backward or not self.on_ranks(number):
                 continue
             given = [relation.by for relation, _ in self.relations(number)]
             votes.update(one for by in given for one in by)
@@ -190,7 +190,7 @@ class TwoLogs:
         return range(len(self.alone.operations[number].returned))
 
     def _of_result(self, number: int, place: int) -> Relation:
-        values = tuple(one.returned[place] for one in self._on_ranks(number))
+        values = tuple(one.returned[place] for one in self.on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how
         how = "other" if how == "extreme" and not self._is_sent(number) else how
         return "positions" if how == "other" and number in self._positions else how
@@ -210,7 +210,7 @@ class TwoLogs:
         readers = [self.alone.operations[one] for one in self.readers(number)]
         return bool(readers) and all(one.talks or one.name in PACKING for one in readers)
 
-    def _on_ranks(self, number: int) -> list[Operation]:
+    def on_ranks(self, number: int) -> list[Operation]:
         """The operation on all ranks; [] if they do not have it."""
         return [
             of_rank.operations[partners[number]]
@@ -236,14 +236,14 @@ class TwoLogs:
 
         None if the numbers are the same everywhere, or if no operation did.
         """
-        each = self._on_ranks(number)
+        each = self.on_ranks(number)
         alone = self.alone.operations[number].numbers
         if len(each) < len(self.ranks) or all(one.numbers == alone for one in each):
             return None
         if len(alone) != 1 or any(len(one.numbers) != 1 for one in each):
             return None
         for before in range(number - 1, -1, -1):
-            operation, partners = self.alone.operations[before], self._on_ranks(before)
+            operation, partners = self.alone.operations[before], self.on_ranks(before)
             if len(operation.returned) != 1 or len(partners) < len(self.ranks):
                 continue
             if operation.returned[0] is None or any(one.returned[0] is None for one in partners):

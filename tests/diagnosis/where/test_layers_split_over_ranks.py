@@ -35,7 +35,8 @@ class Split(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         hidden = self.embed(rows) + self.places
-        return hidden + self.down(F.gelu(self.up(hidden)))
+        output: Tensor = hidden + self.down(F.gelu(self.up(hidden)))
+        return output
 
 
 def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -88,7 +89,7 @@ class LeaveToAll(Leave):
 
 
 def split_layer(
-    model: Split,
+    model: Any,
     batch: dict[str, Tensor],
     rank: Rank,
     apply: Any,
@@ -102,7 +103,8 @@ def split_layer(
     mine = slice(part * WIDTH // 2, (part + 1) * WIDTH // 2)
     rows, targets = (batch[name].chunk(2)[pair] for name in ("rows", "targets"))
     hidden = model.embed(rows) + model.places
-    partial = apply(model, Enter.apply(hidden, pairs[pair]), mine)
+    entered: Any = Enter
+    partial = apply(model, entered.apply(hidden, pairs[pair]), mine)
     output = hidden + leave.apply(partial, pairs[pair])
     error(output, targets).backward()
     for parameter in model.parameters():
@@ -126,7 +128,7 @@ def units_of_another_layer(model: Split, hidden: Tensor, mine: slice) -> Tensor:
     return F.linear(units, model.down.weight[:, mine], model.down.bias / 2)
 
 
-def split_sequences(model: Split, batch: dict[str, Tensor], rank: Rank) -> None:
+def split_sequences(model: Any, batch: dict[str, Tensor], rank: Rank) -> None:
     """Each rank has a part of every sequence."""
     assert rank.world_size == 4, "this step needs four ranks"
     rows, targets = (batch[name].chunk(4, 1)[rank.rank] for name in ("rows", "targets"))
@@ -138,7 +140,7 @@ def split_sequences(model: Split, batch: dict[str, Tensor], rank: Rank) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def split_model(model: Split, batch: dict[str, Tensor], rank: Rank) -> None:
+def split_model(model: Any, batch: dict[str, Tensor], rank: Rank) -> None:
     """The first two ranks embed, the last two have the layer, as in a pipeline."""
     assert rank.world_size == 4, "this step needs four ranks"
     rows, targets = (batch[name].chunk(2)[rank.rank % 2] for name in ("rows", "targets"))
