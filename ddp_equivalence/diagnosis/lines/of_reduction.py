@@ -507,7 +507,7 @@ def lines_that_set_groups(view: View, places: Sequence[CallSite]) -> list[Pointe
     """The lines that set the groups that these collectives are given, the nearest first."""
     given = _behind(view, places, ("group",))
     return [
-        PointedLine(one.line, f"{one.gives}, the group" if one.name else "sets the group")
+        PointedLine(one.line, one.gives if one.name else "sets the group")
         for one in given[:MOST_BEHIND]
     ]
 
