@@ -2,8 +2,8 @@
 
 told.txt holds of each of the 240 steps of benchmarks/steps/known, without trials of edits, what its
 report tells: the cause, or where the difference is, and whether the faulty line is shown. Of each
-kind of report, one step runs in every change, and a dozen are held with their whole reports. Write
-these files anew with UPDATE_GOLDEN=1 in the environment and without xdist.
+kind of report, one step runs in every change; those of a dozen are held as a whole. Write these
+files anew with UPDATE_GOLDEN=1 in the environment and without xdist.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.steps.keys import (
     verdict_of,
 )
 from ddp_equivalence.report.verdict import Verdict
+from tests.combinations import one_of_each
 from tests.diagnosis.names.claims import false_claims
 from tests.package.report.golden_files import stable, with_last_digits_of
 
@@ -91,18 +92,14 @@ def told(verdict: Verdict, text: str, key: dict[str, Any]) -> str:
     return f"{shown}; {where.kind}; {headline}; {where.beside_one_rank}"
 
 
-def with_one_of_a_kind_in_every_change() -> list[Any]:
-    """All steps. Those of which another one is told already have the mark ``thorough``."""
-    seen, parameters = set[str](), []
-    for stem in sorted(KEYS.keys() - {RACES}):
-        kind = HELD.get(stem, stem).partition("; ")[2]
-        marks = (pytest.mark.thorough,) if kind in seen else ()
-        parameters.append(pytest.param(stem, marks=marks))
-        seen.add(kind)
-    return parameters
+def kind(stem: str) -> tuple[str, ...]:
+    """The cause, or where the difference is and what is said of it first."""
+    return tuple(HELD.get(stem, stem).split("; ")[1:3])
 
 
-@pytest.mark.parametrize("stem", with_one_of_a_kind_in_every_change())
+@pytest.mark.parametrize(
+    "stem", one_of_each(lambda stem: str(kind(stem)), sorted(KEYS.keys() - {RACES}))
+)
 def test_the_report_tells_the_cause_or_the_place_and_nothing_that_was_not_seen(stem: str) -> None:
     # Torch prints a warning once in a process, so what ranks print depends on the checks before.
     verdict = replace(verdict_of(KNOWN / KEYS[stem]["file"]), output={})
@@ -149,7 +146,7 @@ def test_a_step_that_races_is_different_on_one_screen() -> None:
     assert fits_on_a_screen(str(verdict))
 
 
-@pytest.mark.parametrize("stem", FOUND_BY_EDITS)
+@pytest.mark.parametrize("stem", one_of_each(lambda stem: True, FOUND_BY_EDITS))
 def test_an_edit_of_the_faulty_line_is_found(stem: str) -> None:
     key: dict[str, Any] = KEYS[stem]
     verdict = verdict_of(KNOWN / key["file"], trials=60)

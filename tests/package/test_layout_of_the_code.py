@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import conftest as thorough
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -97,8 +95,3 @@ def lengths_of_functions(
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node, node.end_lineno - node.lineno + 1
-
-
-def test_the_files_of_which_a_part_runs_in_every_change_exist() -> None:
-    tests = Path(thorough.__file__).parent
-    assert [file for file in thorough.ONE_OF if not (tests / file).exists()] == []

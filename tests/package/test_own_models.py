@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import BadCase, Case, Rank, check
 from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
 
-Gradients = dict[str, Tensor | None]
-
 
 class TwoHeads(nn.Module):
     """``noisy`` feeds the loss through randomness that differs from pass to pass."""

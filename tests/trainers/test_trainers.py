@@ -14,7 +14,8 @@ import pytest
 
 from ddp_equivalence import observe
 from ddp_equivalence.observed_scripts import launch
-from tests.package.observed_scripts.interpreters import started
+from tests.combinations import one_of_each
+from tests.package.forks import started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -46,7 +47,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", one_of_each(lambda name: True, MISTAKES))
 def test_a_trainer_with_one_mistake_is_different_from_its_first_wrong_step_on(
     name: str, tmp_path: Path
 ) -> None:

@@ -137,8 +137,6 @@ def right_shares_and_a_wrong_factor(model: nn.Module, batch: Rows, rank: Any) ->
 
 OWN = marked_case("1x4", shards="own")
 OWN_TEN = marked_case("1x4", shards="own", batch=partial(make_rows, count=10))
-DEALT = marked_case("1x4")
-
 ON_NODES = marked_case("2x2", shards="own")
 
 FAULTS = [

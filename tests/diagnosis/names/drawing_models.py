@@ -41,6 +41,11 @@ class Layers(nn.Module):
         return hidden
 
 
+class Centred(Layers):
+    def changed(self, hidden: Tensor) -> Tensor:
+        return hidden - hidden.mean(0)
+
+
 class FunctionalDropout(Layers):
     def changed(self, hidden: Tensor) -> Tensor:
         return F.dropout(hidden, 0.3, training=True)

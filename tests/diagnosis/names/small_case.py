@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,29 @@ from tests.package.own_cases import own_case
 
 Step = Callable[[nn.Module, Any, Rank], None]
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+NOTHING = ""
+"""The causes of a report that names none."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A wrong step, and what its report tells.
+
+    ``causes``: all that it names, with blanks between them; None if others may be named as well.
+    ``not_named``: causes that it does not name. ``at_most``: as many causes. ``says``: words of the
+    report. ``not_said``: a pattern of words that are not in it. ``watched``: with a second run.
+    """
+
+    step: Step
+    case: Case = field(default_factory=own_case)
+    causes: str | None = None
+    not_named: tuple[str, ...] = ()
+    at_most: int = 9
+    says: str = ""
+    not_said: str = ""
+    watched: bool = True
 
 
 def case(layout: str = "1x2", **changes: Any) -> Case:
@@ -34,6 +58,14 @@ def by_hand(loss: Loss) -> Step:
     def step(model: nn.Module, shard: Any, rank: Rank) -> None:
         loss(model, shard).backward()
         average(model, rank.world_size)
+
+    return step
+
+
+def sums_up(loss: Loss) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        loss(model, shard).backward()
+        average(model, 1)
 
     return step
 

@@ -17,6 +17,7 @@ from ddp_equivalence.measurement.draws import DrawReplay
 from tests.combinations import each_once
 from tests.diagnosis.names.drawing_models import (
     DRAWING,
+    Centred,
     Device,
     FunctionalDropout,
     Layers,
@@ -230,11 +231,6 @@ class Normalised(Layers):
 
     def changed(self, hidden: Tensor) -> Tensor:
         return (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + 1e-5).sqrt()
-
-
-class Centred(Layers):
-    def changed(self, hidden: Tensor) -> Tensor:
-        return hidden - hidden.mean(0)
 
 
 class WithBuffer(Layers):

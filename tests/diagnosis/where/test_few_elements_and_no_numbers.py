@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence import check
-from tests.diagnosis.names import test_numbers, test_reductions
-from tests.diagnosis.names.small_case import case, report_of
+from tests.diagnosis.names import test_told
+from tests.diagnosis.names.small_case import case
 from tests.diagnosis.where.faulty import where
 
 pytestmark = pytest.mark.self_check
 
 
 def test_a_loss_that_is_no_number_is_not_the_loss_of_its_rows() -> None:
-    found = where(case(), test_numbers.not_a_number_on_rank_1)
+    found = where(case(), test_told.not_a_number_on_rank_1)
     assert found.headline.startswith("rank 1: its loss is nan, its own rows give 0.")
     assert "leaves the right way at" not in found.sentence
 
 
 def test_the_line_that_makes_no_numbers_of_right_gradients_is_marked() -> None:
-    found = where(case(), test_numbers.not_a_number_afterwards)
+    found = where(case(), test_told.not_a_number_afterwards)
     assert found.headline == "right gradients are changed afterwards"
     assert [one.is_fault for one in found.lines] == [False, True]
     assert "What was compared is" not in found.sentence
@@ -28,25 +28,14 @@ def test_the_line_that_makes_no_numbers_of_right_gradients_is_marked() -> None:
 
 def test_what_few_elements_hold_is_not_said_to_be_no_mixture() -> None:
     """Three elements are a mixture of any gradients, so that nothing can be said of them."""
-    found = where(case(), test_reductions.unlike_factors)
+    found = where(case(), test_told.unlike_factors)
     assert "no mixture" not in found.sentence, found.sentence
     assert "rank 0 1.5, rank 1 0.1667" in found.sentence
 
 
-def test_a_small_head_in_float64_is_not_called_rounding() -> None:
-    verdict = check(
-        case(model=test_numbers.TwoHeads, loss=test_numbers.with_small_head),
-        test_numbers.forgets_the_small_head,
-    )
-    assert (verdict.outcome, verdict.causes) == ("different", ())
-    report = report_of(verdict)
-    assert "in this precision" not in report
-    assert "small.weight, small.bias" in report
-
-
 def test_on_one_rank_batch_norm_is_the_only_name_for_its_micro_batches() -> None:
     """On one rank no reduction can come too early."""
-    verdict = check(case("1x1", model=test_reductions.normalised), test_reductions.in_two_halves)
+    verdict = check(test_told.HALVES, test_told.in_two_halves)
     accepted = {cause for one in verdict.findings if one.accepted for cause in one.causes}
     assert accepted == {"batch_norm_local_statistics"}, verdict
     assert "each part's own statistics" in " ".join(str(verdict).split())

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from ddp_equivalence.commands.main import main
+from tests.package.forks import completed
 from tests.package.one_server import with_server_of_these_tests
+from tests.package.someone_elses_run import LONGEST, PLUGINS
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,15 +66,9 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forget_imports: None) 
 
 
 def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_equivalence", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=with_server_of_these_tests(dict(os.environ) | {"PYTHONPATH": str(ROOT)}),
-    )
+    command = [sys.executable, "-m", "ddp_equivalence", *arguments]
+    variables = with_server_of_these_tests({**os.environ, **PLUGINS, "PYTHONPATH": str(ROOT)})
+    done = completed(command, folder or Path.cwd(), variables, LONGEST)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -58,6 +58,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_the_release_that_changed_a_verdict_is_found(
     index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,7 @@ def test_another_version_than_the_one_that_was_asked_for_is_not_recorded(
     assert "small-package 1.0 was asked for, and 1.1 ran" in printed
 
 
+@pytest.mark.thorough
 def test_a_folder_that_hides_the_package_that_was_asked_for_is_found(
     index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

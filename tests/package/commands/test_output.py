@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.combinations import each_once
 from tests.package.commands.test_command_line import BESIDE, USER_FILE
 from tests.package.one_server import with_server_of_these_tests
 from tests.package.someone_elses_run import command, environment
@@ -63,9 +64,9 @@ def in_shell(folder: Path, line: str, more: dict[str, str] | None = None) -> tup
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-@pytest.mark.parametrize("ascii_only", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
 @pytest.mark.parametrize(
-    ("line", "code"), [("ddp-equivalence check mine.py:chatty --full", 1), ("python script.py", 0)]
+    ("line", "code", "ascii_only"),
+    each_once([("ddp-equivalence check mine.py:chatty --full", 1), ("python script.py", 0)], ASCII),
 )
 def test_characters_that_the_output_lacks_are_replaced(
     folder: Path, ascii_only: dict[str, str], line: str, code: int
@@ -86,9 +87,9 @@ def test_an_error_on_stderr_is_replaced_too(folder: Path) -> None:
 
 
 def test_output_that_has_the_characters_keeps_them(folder: Path) -> None:
-    more = {"PYTHONIOENCODING": "utf-8"}
-    for line in ("ddp-equivalence check mine.py:chatty --full", "python script.py"):
-        assert "| caf\u00e9 \u2013 \u00d7 \u2026" in in_shell(folder, line, more)[1]
+    line = "ddp-equivalence check mine.py:chatty --full"
+    text = in_shell(folder, line, {"PYTHONIOENCODING": "utf-8"})[1]
+    assert "| caf\u00e9 \u2013 \u00d7 \u2026" in text
 
 
 def test_the_closing_table_is_aligned_in_ascii(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +11,11 @@ import pytest
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED, SAME, YELLOW
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.gate.record import NAME, Recorded, read_lines, read_record
+from tests.package.forks import completed
 from tests.package.gate.records import schema, validate, write
 from tests.package.one_server import with_server_of_these_tests
 from tests.package.report.report_cases import USER_FILE
+from tests.package.someone_elses_run import LONGEST, PLUGINS
 
 MINE = f"""\
 {USER_FILE.replace("2x2", "1x2")}def step(model, shard, rank):
@@ -52,13 +53,9 @@ def own(tmp_path: Path) -> Path:
 
 def recorded(folder: Path, name: str, *words: str) -> tuple[int, str]:
     """Record into the folder ``name``. Returns the exit code and what was printed."""
-    run = subprocess.run(
-        [sys.executable, "-m", "ddp_equivalence", "record", name, *words],
-        cwd=folder,
-        env=with_server_of_these_tests({**os.environ, "PYTHONPATH": str(folder)}),
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "ddp_equivalence", "record", name, *words]
+    variables = with_server_of_these_tests({**os.environ, **PLUGINS, "PYTHONPATH": str(folder)})
+    run = completed(command, folder, variables, LONGEST)
     return run.returncode, run.stdout + run.stderr
 
 
@@ -69,6 +66,7 @@ def record_in(folder: Path, name: str) -> Recorded:
 CHECK, IN_A_TEST = "check mine.py", "tests/test_mine.py::test_step"
 
 
+@pytest.mark.thorough
 def test_the_whole_way(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +227,7 @@ def test_wrong(equivalence):
 """
 
 
+@pytest.mark.thorough
 def test_the_checks_of_a_failure_that_is_expected_are_recorded(own: Path) -> None:
     """Its cause may change."""
     (own / "mine.py").write_text(MINE.replace("FACTOR", AFTER_IT))

@@ -15,6 +15,7 @@ from ddp_equivalence.commands.run import _must_run
 from ddp_equivalence.pytest_plugin.suite_run import SAID_OF_ALL
 from ddp_equivalence.ranks import lanes
 from tests.package.commands.test_command_line import A_FEW, ROOT
+from tests.package.someone_elses_run import PLUGINS
 
 SERVER = """
 from multiprocessing import forkserver
@@ -34,7 +35,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=240,
         check=False,
-        env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+        env={**os.environ, **PLUGINS, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
     )
 
 

@@ -125,6 +125,7 @@ def record(package: Path, out: Path) -> None:
     assert "This run is recorded in" in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.thorough
 def test_without_an_edit_nothing_is_red(original: Path, tmp_path: Path) -> None:
     record(original, tmp_path / "after")
     judgement = judged(original / "before", tmp_path / "after")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -44,11 +43,6 @@ class Renaming(nn.Module):
 
 def two_parts(**changes: Any) -> Any:
     return own_case(model=TwoParts, **changes)
-
-
-def reduce(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
 def both_parts_under_ddp(model: Any, shard: Any, rank: Rank) -> None:

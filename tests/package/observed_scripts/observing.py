@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from ddp_equivalence import observe
 from ddp_equivalence.observed_scripts import launch
 from ddp_equivalence.observed_scripts.report import Observed
 from ddp_equivalence.report.render import line_to_look_at
-from tests.package.observed_scripts.interpreters import started
+from tests.package.forks import started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -20,6 +21,11 @@ def observed(script: str, *words: str, **options: object) -> Observed:
     command = (sys.executable, script, *words, "--nprocs", "2")
     with patch.object(launch, "start", started):
         return observe(command, folder=SCRIPTS, **options)  # type: ignore[arg-type]
+
+
+def script(row: tuple[Any, ...]) -> str:
+    """The file of the command with which a row of parameters begins."""
+    return str(row[0].split()[0])
 
 
 def outcomes(found: Observed) -> list[str]:

@@ -35,7 +35,7 @@ from ddp_equivalence.observed_scripts.launch import (
 )
 from ddp_equivalence.observed_scripts.options import ObserveOptions, Options
 from ddp_equivalence.observed_scripts.queries import VARIABLE
-from tests.package.observed_scripts.interpreters import started
+from tests.package.forks import started
 from tests.package.someone_elses_run import hear_ctrl_c
 
 

@@ -22,8 +22,15 @@ from ddp_equivalence.observed_scripts.judged_step import MARKED
 from ddp_equivalence.observed_scripts.oracle import SECONDS_OF_KEPT
 from ddp_equivalence.observed_scripts.report import as_json
 from ddp_equivalence.report.render import line_to_look_at
-from tests.package.observed_scripts.interpreters import started
-from tests.package.observed_scripts.observing import SCRIPTS, observed, outcomes, source_of_fault
+from tests.combinations import one_of_each
+from tests.package.forks import started
+from tests.package.observed_scripts.observing import (
+    SCRIPTS,
+    observed,
+    outcomes,
+    script,
+    source_of_fault,
+)
 
 FLUSHES = "accumulating.py flushes --micro-batches 4"
 """An epoch has 30 batches, and its last step the two that are left."""
@@ -31,31 +38,31 @@ FLUSHES = "accumulating.py flushes --micro-batches 4"
 AT_END: dict[str, Any] = {"from_step": 6, "steps": 2}
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "expected", "text"),
-    [
-        # The weight of the loss of this script is the number of the step.
-        ("tagger.py", {"from_step": 2, "steps": 2}, "same same", "2 steps on 2 ranks"),
-        # A layer computes in float32, and has its limit.
-        ("classifier.py standardised", {"steps": 1}, "same", "1 step on 2 ranks"),
-        ("classifier.py standardised times", {"steps": 1}, "different", "sum, not a mean"),
-        (
-            FLUSHES,
-            {"steps": 1},
-            "same",
-            "the last step of an epoch, which may have 2 micro-batches instead of 4, was not "
-            "observed: --from-step 6 observes it",
-        ),
-        (f"{FLUSHES} unreduced", AT_END, "same different", "[no_sync_left_on]"),
-        (f"{FLUSHES} by_length", AT_END, "same unknown", "It may be the length of the loader"),
-        # A full step at the end of an epoch stays in that epoch.
-        ("accumulating.py by_epoch", {"from_step": 9, "steps": 1}, "same", "1 step on 2 ranks"),
-        # It may end before the last step that was to be recorded.
-        ("varying.py two_steps", {}, "same same", "2 steps on 2 ranks"),
-        ("varying.py two_steps attribute uneven", {}, "different different", "Steps: 1, 2 diff"),
-        ("ends_early.py uneven", {"steps": 2}, "same same", "(4 on rank 0, 3 on rank 1)"),
-    ],
-)
+CHOSEN: list[Any] = [
+    # The weight of the loss of this script is the number of the step.
+    ("tagger.py", {"from_step": 2, "steps": 2}, "same same", "2 steps on 2 ranks"),
+    # A layer computes in float32, and has its limit.
+    ("classifier.py standardised", {"steps": 1}, "same", "1 step on 2 ranks"),
+    ("classifier.py standardised times", {"steps": 1}, "different", "sum, not a mean"),
+    (
+        FLUSHES,
+        {"steps": 1},
+        "same",
+        "the last step of an epoch, which may have 2 micro-batches instead of 4, was not "
+        "observed: --from-step 6 observes it",
+    ),
+    (f"{FLUSHES} unreduced", AT_END, "same different", "[no_sync_left_on]"),
+    (f"{FLUSHES} by_length", AT_END, "same unknown", "It may be the length of the loader"),
+    # A full step at the end of an epoch stays in that epoch.
+    ("accumulating.py by_epoch", {"from_step": 9, "steps": 1}, "same", "1 step on 2 ranks"),
+    # It may end before the last step that was to be recorded.
+    ("varying.py two_steps", {}, "same same", "2 steps on 2 ranks"),
+    ("varying.py two_steps attribute uneven", {}, "different different", "Steps: 1, 2 diff"),
+    ("ends_early.py uneven", {"steps": 2}, "same same", "(4 on rank 0, 3 on rank 1)"),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "expected", "text"), one_of_each(script, CHOSEN))
 def test_the_steps_that_were_chosen_are_judged(
     command: str, options: dict[str, Any], expected: str, text: str
 ) -> None:
@@ -115,50 +122,42 @@ def test_where_nothing_is_shown_the_verdict_is_unknown(
         found.assert_equivalent()
 
 
+NAMED: list[Any] = [
+    ("classifier.py frozen", {}, "parameter_frozen_on_one_rank", "frozen on rank 1 only"),
+    ("classifier.py reduced_last", {}, "clipped_before_reduce", "Explains every element."),
+    ("classifier.py group_of_one by_hand", {}, "reduced_in_wrong_group", "in groups"),
+    ("classifier.py teacher by_hand", {}, "weights_differ_between_ranks", "of Linear differ"),
+    # The line calls the model, and is watched in the middle of it.
+    (
+        "class_weights.py",
+        {},
+        "token_counts_weighted_equally",
+        "weights (1 : 4) of the classes 0, 1 in",
+    ),
+    # CUDA devices are the CPU.
+    (
+        "classifier.py group_of_one",
+        {"as_cpu": 2},
+        "reduced_in_wrong_group",
+        "in groups {0} and {1}",
+    ),
+    # It has too few steps for more questions, and is started again.
+    ("classifier.py weighed short", {}, "statistic_not_additive", "a rank has only its own"),
+    ("classifier.py", {"plant": "sum_not_mean"}, "sum_not_mean", "planted in the ranks"),
+    # Micro-batches are divided among two ranks, of which no mean is half of the sum.
+    ("language_model.py", {"plant": "averaged_twice"}, "averaged_twice", "planted in the ranks"),
+    # A scale that only the ranks have is clipped with the gradients.
+    (
+        "classifier.py",
+        {"plant": "gradient_scaled_not_unscaled"},
+        "clipped_while_scaled",
+        "planted in the ranks",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("command", "options", "cause", "text"),
-    [
-        ("classifier.py frozen", {}, "parameter_frozen_on_one_rank", "frozen on rank 1 only"),
-        ("classifier.py reduced_last", {}, "clipped_before_reduce", "Explains every element."),
-        ("classifier.py group_of_one by_hand", {}, "reduced_in_wrong_group", "in groups"),
-        ("classifier.py teacher by_hand", {}, "weights_differ_between_ranks", "of Linear differ"),
-        pytest.param(
-            "class_weights.py",
-            {},
-            "token_counts_weighted_equally",
-            "weights (1 : 4) of the classes 0, 1 in entry 1 of the batch",
-            id="a line that calls the model, and is watched in the middle of it",
-        ),
-        pytest.param(
-            "classifier.py group_of_one",
-            {"as_cpu": 2},
-            "reduced_in_wrong_group",
-            "in groups {0} and {1}",
-            id="CUDA devices are the CPU",
-        ),
-        pytest.param(
-            "classifier.py weighed short",
-            {},
-            "statistic_not_additive",
-            "a rank has only its own",
-            id="eight steps for more questions: it is started again",
-        ),
-        ("classifier.py", {"plant": "sum_not_mean"}, "sum_not_mean", "planted in the ranks"),
-        pytest.param(
-            "language_model.py",
-            {"plant": "averaged_twice"},
-            "averaged_twice",
-            "planted in the ranks",
-            id="it divides micro-batches among two ranks, of which no mean is half of the sum",
-        ),
-        pytest.param(
-            "classifier.py",
-            {"plant": "gradient_scaled_not_unscaled"},
-            "clipped_while_scaled",
-            "planted in the ranks",
-            id="a scale that only the ranks have is clipped with the gradients",
-        ),
-    ],
+    ("command", "options", "cause", "text"), one_of_each(lambda row: (script(row), *row[1]), NAMED)
 )
 def test_a_report_names_the_cause_and_says_what_was_seen(
     command: str, options: dict[str, Any], cause: str, text: str
@@ -213,6 +212,7 @@ def test_the_command_prints_the_report_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(SCRIPTS)
+    monkeypatch.setattr(launch, "start", started)
     path = tmp_path / "results.json"
     command = [sys.executable, "classifier.py", "times", "--nprocs", "2"]
     code = main(["observe", "--steps", "1", "--json", str(path), "--", *command])
@@ -248,7 +248,10 @@ def test_no_temporary_file_of_a_script_stays(
     assert list((tmp_path / "files").iterdir()) == []
 
 
-def test_what_a_script_writes_stays_out_of_the_users_folder(tmp_path: Path) -> None:
+def test_what_a_script_writes_stays_out_of_the_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "start", started)
     (tmp_path / "weights.pt").write_text("the user's own")
     shutil.copy(SCRIPTS / "start.py", tmp_path)
     script = (SCRIPTS / "classifier.py").read_text()
@@ -272,8 +275,9 @@ WRITER = """def write(net):
 
 
 def test_lines_of_a_module_that_is_run_by_its_name_are_those_of_the_users_file(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launch, "start", started)
     package = tmp_path / "own"
     package.mkdir()
     for name in ("start.py", "classifier.py"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ddp_equivalence.pytest_plugin.options import check_markers
 from tests.package.someone_elses_run import command, environment, hear_ctrl_c, run
 
 THEIR_TEST = """
@@ -100,7 +103,7 @@ def test_the_ranks_server_starts_while_a_file_that_will_need_it_is_imported(
 ) -> None:
     (tmp_path / "test_theirs.py").write_text(file)
     (tmp_path / "conftest.py").write_text(HAS_SERVER)
-    code, text = run(tmp_path, "-s", *arguments, own_server=True)
+    code, text = run(tmp_path, "-s", *arguments, own_processes=True)
     assert code == 0, text
     assert f"server: {starts}" in text
 
@@ -239,7 +242,7 @@ def test_a_lane_that_must_run_and_did_not_fails_the_run(
 
 def test_a_run_that_compares_nothing_says_nothing_and_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "test_alone.py").write_text(ALONE)
-    code, text = run(tmp_path)
+    code, text = run(tmp_path, own_processes=True)
     assert code == 0, text
     assert "big batch" not in text
 
@@ -258,6 +261,10 @@ def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
         ("--ddp-backend=mpi", "invalid choice: 'mpi'"),
         ("--ddp-deadline=soon", "'soon': expected a number of seconds above 0"),
         ("--ddp-deadline=-1", "'-1': expected a number of seconds above 0"),
+        (
+            "--ddp-deadline=5 --ddp-collective-deadline=5",
+            "deadline 5: must be below --ddp-deadline",
+        ),
         ("--ddp-trial-seconds=-1", "'-1': expected a number of seconds, or 0 for no trials"),
         ("--ddp-trial-seconds=soon", "'soon': expected a number of seconds, or 0 for no trials"),
         ("--ddp-trial-seconds=nan", "'nan': expected a number of seconds, or 0 for no trials"),
@@ -270,33 +277,65 @@ def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
 def test_a_wrong_option_is_refused_before_anything_runs(
     tmp_path: Path, argument: str, says: str
 ) -> None:
-    code, text = run(tmp_path, argument)
+    code, text = run(tmp_path, *argument.split())
     assert code == 4
     assert says in text
+
+
+mark = pytest.mark
 
 
 @pytest.mark.parametrize(
     ("marker", "says"),
     [
-        ("planted_fault", "test_a: @pytest.mark.planted_fault(): expected the name of one fault"),
-        ("planted_fault('nosuch')", "expected the name of one fault, such as sum_not_mean"),
-        ("trial('ddp_mean')", "test_a: @pytest.mark.trial('ddp_mean'): expected strategy, layout"),
-        ("ddp(deadline=1, collective_deadline=5)", "expected a collective_deadline below the dead"),
-        ("ddp(deadline='5')", "(deadline='5'): expected a number of seconds above 0"),
-        ("ddp(trial_seconds=-1)", "(trial_seconds=-1): expected a number of seconds, or 0 for no"),
-        ("ddp(trial_seconds='5')", "(trial_seconds='5'): expected a number of seconds, or 0"),
-        ("ddp(trial_seconds=float('nan'))", "(trial_seconds=nan): expected a number of seconds"),
-        ("ddp(5)", "(5): expected name=value with one of deadline"),
+        (
+            pytest.mark.planted_fault(),
+            "test_a: @pytest.mark.planted_fault(): expected the name of one fa",
+        ),
+        (
+            pytest.mark.planted_fault("nosuch"),
+            "expected the name of one fault, such as sum_not_mean",
+        ),
+        (
+            pytest.mark.trial("ddp_mean"),
+            "@pytest.mark.trial('ddp_mean'): expected strategy, layout and",
+        ),
+        (
+            pytest.mark.ddp(deadline=1, collective_deadline=5),
+            "expected a collective_deadline below the d",
+        ),
+        (mark.ddp(deadline="5"), "(deadline='5'): expected a number of seconds above 0"),
+        (mark.ddp(deadline=-1), "(deadline=-1): expected a number of seconds above 0"),
+        (
+            pytest.mark.ddp(trial_seconds=-1),
+            "(trial_seconds=-1): expected a number of seconds, or 0 for",
+        ),
+        (
+            pytest.mark.ddp(trial_seconds="5"),
+            "(trial_seconds='5'): expected a number of seconds, or 0",
+        ),
+        (
+            pytest.mark.ddp(trial_seconds=math.nan),
+            "(trial_seconds=nan): expected a number of seconds",
+        ),
+        (mark.ddp(fresh_ranks=1), "(fresh_ranks=1): expected True or False"),
+        (mark.ddp(dead_line=1), "(dead_line=1): expected name=value with one of deadline"),
     ],
 )
-def test_a_wrong_marker_is_refused_before_anything_runs(
-    tmp_path: Path, marker: str, says: str
+def test_a_wrong_marker_is_told_what_would_be_right(
+    marker: pytest.MarkDecorator, says: str
 ) -> None:
-    test = f"import pytest\n@pytest.mark.skip\n@pytest.mark.{marker}\ndef test_a():\n    pass\n"
+    item: Any = SimpleNamespace(nodeid="test_a", iter_markers=lambda: [marker.mark])
+    with pytest.raises(pytest.UsageError, match=re.escape(says)):
+        check_markers(item)
+
+
+def test_a_wrong_marker_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    test = "import pytest\n@pytest.mark.skip\n@pytest.mark.ddp(5)\ndef test_a():\n    pass\n"
     (tmp_path / "test_theirs.py").write_text(test)
     code, text = run(tmp_path)
     assert code == 4, text
-    assert says in text
+    assert "test_a: @pytest.mark.ddp(5): expected name=value with one of deadline" in text
     assert "INTERNALERROR" not in text
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from ddp_equivalence.report.machine import Box
 from ddp_equivalence.report.text import Style
 from tests.package.commands.test_command_line import A_FEW, ROOT, run
 from tests.package.pytest_plugin.test_table import record
+from tests.package.someone_elses_run import run as run_pytest
 
 # Few tests have every pair of values that the tests of a run have.
 
@@ -66,32 +66,29 @@ def test_tests_that_add_no_pair_are_left_out(
     assert covering([dict(zip("abc", one, strict=False)) for one in tests], costs) == chosen
 
 
-def collected(*arguments: str, pairwise: bool = True) -> tuple[set[str], int]:
-    """The tests that a run collects, and how many it leaves out."""
-    words = ["-o", f"testpaths={TESTS}", "-W", "default", "-p", "no:cacheprovider"]
-    words += ["--ddp-pairwise"] * pairwise
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", *words, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    left_out = re.search(r"\((\d+) deselected\)", done.stdout)
-    tests = {line for line in done.stdout.splitlines() if "::" in line}
+@cache
+def collected(
+    *arguments: str, pairwise: bool = True, paths: str = TESTS
+) -> tuple[frozenset[str], int]:
+    """The tests that a run collects, and how many it leaves out. ``paths``: where it looks if it is
+    not told.
+    """
+    words = ["--collect-only", "-q", "-o", f"testpaths={paths}", "-W", "default"]
+    code, text = run_pytest(ROOT, *words, *["--ddp-pairwise"] * pairwise, *arguments)
+    assert code == 0, text
+    left_out = re.search(r"\((\d+) deselected\)", text)
+    tests = frozenset(line for line in text.splitlines() if "::" in line)
     return tests, 0 if left_out is None else int(left_out[1])
 
 
 @pytest.mark.usefixtures("no_cuda")
 def test_the_selection_of_the_suite_has_all_values_and_every_fault_in_any_order() -> None:
-    tests, left_out = collected("-p", "randomly")
+    tests, left_out = collected("-p", "pytest_randomly")
     every, _ = collected(*TESTS.split())
     assert len(every) == len(tests) + left_out
     assert left_out > len(every) / 2
     assert tests < every
-    assert collected("-p", "no:randomly")[0] == tests
+    assert collected()[0] == tests
     # What a value is, is written here once more: a part of the name of a test.
     parts = {part for test in tests for part in re.split(r"[\[\]-]", test)}
     assert not {part for test in every for part in re.split(r"[\[\]-]", test)} - parts
@@ -100,13 +97,22 @@ def test_the_selection_of_the_suite_has_all_values_and_every_fault_in_any_order(
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("arguments", [(A_FEW,), ("-k", "contrastive and 1x2"), ("-m", "emulated")])
+@pytest.mark.parametrize(
+    "arguments", [(A_FEW,), ("-k", "contrastive and 1x2"), ("-m", "gloo_fallback")]
+)
 def test_tests_that_the_user_names_all_run(arguments: tuple[str, ...]) -> None:
-    assert collected(*arguments) == collected(*arguments, pairwise=False)
+    found, of_all = (collected(*arguments, pairwise=one, paths=A_FEW) for one in (True, False))
+    assert found == of_all
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("words", [("--plan",), ("-n", "2", "--ddp-run-deadline", "0.001")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--plan",),
+        pytest.param(("-n", "2", "--ddp-run-deadline", "0.001"), marks=pytest.mark.thorough),
+    ],
+)
 def test_a_run_says_how_many_it_has_selected(words: tuple[str, ...]) -> None:
     """Without tests: with workers, time is over before the first. They select the same ones."""
     _, text, _ = run("run", *words, folder=ROOT)

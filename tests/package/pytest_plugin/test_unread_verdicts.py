@@ -189,7 +189,7 @@ def test_the_message_says_what_to_write(their_run: str, says: str) -> None:
 
 def test_the_workers_of_xdist_fail_them_too(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(HEAD + THEIR_TESTS)
-    code, text = run(tmp_path, "-n", "2", "-k", "test_forgets or test_reads_the_outcome")
+    code, text = run(tmp_path, "-n", "1", "-k", "test_forgets or test_reads_the_outcome")
     assert code == 1
     assert "2 failed, 1 passed" in text
 

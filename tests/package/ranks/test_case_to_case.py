@@ -89,6 +89,7 @@ def compiled_step(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(compiled, shard).backward()
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_is_not_blamed_for_what_the_compiler_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

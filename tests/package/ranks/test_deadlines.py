@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import nn
 
 from ddp_equivalence import BadCase, Rank, check
 from ddp_equivalence.case import settings
-from ddp_equivalence.pytest_plugin.options import check_markers
 from tests.package.own_cases import own_case, right_step
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run
@@ -154,39 +152,13 @@ def test_a_marker_sets_the_deadline_of_one_test(theirs: Path) -> None:
     assert "Rerun" not in text
 
 
-@pytest.mark.parametrize(
-    ("marker", "message"),
-    [
-        (pytest.mark.ddp(deadline=-1), "(deadline=-1): expected a number of seconds above 0"),
-        (pytest.mark.ddp(fresh_ranks=1), "(fresh_ranks=1): expected True or False"),
-        (pytest.mark.ddp(dead_line=1), "(dead_line=1): expected name=value with one of deadline"),
-        (pytest.mark.ddp(3), "(3): expected name=value with one of deadline, coll"),
-    ],
-    ids=str,
-)
-def test_a_wrong_marker_is_told_what_would_be_right(
-    marker: pytest.MarkDecorator, message: str
-) -> None:
-    item: Any = SimpleNamespace(nodeid="test_it", iter_markers=lambda: [marker.mark])
-    with pytest.raises(pytest.UsageError, match=re.escape(f"@pytest.mark.ddp{message}")):
-        check_markers(item)
-
-
-def test_a_wrong_marker_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    body = "@pytest.mark.ddp(deadline=-1)\ndef test_it(equivalence):\n    pass\n"
-    (tmp_path / "test_theirs.py").write_text(f"import pytest\n{body}")
-    code, text = run(tmp_path)
-    assert code == 4, text
-    assert "expected a number of seconds above 0" in text
-
-
 def test_the_run_ends_at_its_deadline_and_tests_that_did_not_run_have_not_passed(
     theirs: Path,
 ) -> None:
-    """The time is enough for the imports of every worker and for one or two of the six tests."""
+    """The time is enough for the imports of the worker and for one or two of the six tests."""
     started = time.monotonic()
     limits = ("--ddp-run-deadline=14", "--ddp-deadline=4", "--ddp-no-second-look")
-    code, text = run(theirs, *limits, "-k", "test_hangs", "-n", "2")
+    code, text = run(theirs, *limits, "-k", "test_hangs", "-n", "1")
     assert code in (1, 2), text
     assert "--ddp-run-deadline: the 14 s of this run are over" in text
     assert "Not compared: ranks timed out" in text
@@ -200,9 +172,3 @@ def test_nothing_starts_when_the_time_of_the_run_is_over(tmp_path: Path) -> None
     assert code != 0
     assert "--ddp-run-deadline: the 0.001 s of this run are over" in text
     assert "passed" not in text
-
-
-def test_a_wrong_deadline_is_refused_before_anything_runs(theirs: Path) -> None:
-    code, text = run(theirs, "--ddp-deadline=5", "--ddp-collective-deadline=5")
-    assert code == 4, text
-    assert "--ddp-collective-deadline 5: must be below --ddp-deadline 5" in text

@@ -19,7 +19,7 @@ import pytest
 
 from ddp_equivalence.ranks import process_tree
 from tests.package.ranks.marked_run import MarkedRun
-from tests.package.ranks.user_tests import HANGS, TRAINS, variables, write_tests
+from tests.package.ranks.user_tests import HANGS, TRAINS, write_tests
 from tests.package.someone_elses_run import LONGEST, command, environment, hear_ctrl_c, run
 
 ROUNDS = int(os.environ.get("SIGNAL_ROUNDS", "1"))
@@ -59,7 +59,7 @@ def run_with_signal(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment(variables(user_run)),
+            env=environment(user_run.environment),
             start_new_session=True,
             preexec_fn=hear_ctrl_c,
         )
@@ -142,8 +142,8 @@ def test_an_xdist_worker_that_is_killed_is_reported_and_the_others_go_on(
     user_run: MarkedRun,
 ) -> None:
     write_tests(user_run, "1x2", "2x1", tests=KILLS_ITS_WORKER + TRAINS)
-    base_folder = f"--basetemp={user_run.folder / 'xdist'}"
-    code, text = run(user_run.folder, "-n", "2", base_folder, more=variables(user_run))
+    words = ("-n", "2", f"--basetemp={user_run.folder / 'xdist'}")
+    code, text = run(user_run.folder, *words, more=user_run.environment, own_processes=True)
     assert code == pytest.ExitCode.TESTS_FAILED, text
     assert re.search(r"worker 'gw\d' crashed while running 'test_training.py::test_killed'", text)
     assert "1 failed, 2 passed" in text
@@ -162,7 +162,7 @@ def test_ends_the_server():
 def test_ranks_start_again_after_the_fork_server_has_failed(user_run: MarkedRun) -> None:
     """The server fails when a client asks for a process and closes the connection at once."""
     write_tests(user_run, "1x2", tests=ENDS_THE_SERVER + TRAINS)
-    code, text = run(user_run.folder, more=variables(user_run))
+    code, text = run(user_run.folder, more=user_run.environment, own_processes=True)
     assert code == 0, text
     assert "EOFError" in text
     assert not user_run.left_behind()

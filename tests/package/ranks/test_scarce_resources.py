@@ -22,7 +22,7 @@ from torch import nn
 from ddp_equivalence import Rank, check
 from tests.package.own_cases import own_case, right_step
 from tests.package.ranks.marked_run import MarkedRun
-from tests.package.ranks.user_tests import TRAINS, variables, write_tests
+from tests.package.ranks.user_tests import TRAINS, write_tests
 from tests.package.someone_elses_run import environment, run
 
 FILLS_ITS_FOLDER = """
@@ -68,7 +68,9 @@ def run_after(user_run: MarkedRun, changes: str, *arguments: str) -> tuple[int, 
     isolated = ["unshare", "--mount", "--net", "--uts"]
     shell = [*isolated, "sh", "-c", f'ip link set lo up || exit\n{changes}\nexec "$@"', "sh"]
     skip_unless_permitted([*shell, "true"], user_run)
-    return run(user_run.folder, *arguments, before=shell, more=variables(user_run))
+    return run(
+        user_run.folder, *arguments, before=shell, more=user_run.environment, own_processes=True
+    )
 
 
 def skip_unless_permitted(command: list[str], user_run: MarkedRun) -> None:
@@ -77,7 +79,7 @@ def skip_unless_permitted(command: list[str], user_run: MarkedRun) -> None:
         done = subprocess.run(
             command,
             cwd=user_run.folder,
-            env=environment(variables(user_run)),
+            env=environment(user_run.environment),
             capture_output=True,
             check=False,
         )
@@ -102,7 +104,8 @@ def test_checks_work_where_the_path_of_temporary_files_is_too_long_for_a_socket(
     long_path = user_run.folder / ("a" * 120)
     long_path.mkdir()
     write_tests(user_run, "1x2")
-    code, text = run(user_run.folder, more=variables(user_run) | {"TMPDIR": str(long_path)})
+    more = user_run.environment | {"TMPDIR": str(long_path)}
+    code, text = run(user_run.folder, more=more, own_processes=True)
     assert code == 0, text
     assert not user_run.left_behind()
 
@@ -129,7 +132,8 @@ def run_limited(user_run: MarkedRun, *limits: str) -> tuple[int, str]:
     before = [*user, *capabilities, "prlimit", *limits, "--"]
     skip_unless_permitted([*before, "true"], user_run)
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return run(user_run.folder, before=before, more=variables(user_run) | threads)
+    more = user_run.environment | threads
+    return run(user_run.folder, before=before, more=more, own_processes=True)
 
 
 HOLDS_FILES = """

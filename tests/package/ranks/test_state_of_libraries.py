@@ -121,15 +121,3 @@ def test_ranks_without_libraries_judge_once() -> None:
     started = warm_ranks().started
     assert check(CASE, keeps_its_gradient).again.on_used_ranks is None
     assert warm_ranks().started <= started + 1
-
-
-def shuffles(model: Any, shard: Any, rank: Any) -> None:
-    import library_with_state  # noqa: F401
-
-    net = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    order = torch.randperm(len(shard[0]), generator=torch.Generator().manual_seed(rank.rank))
-    for chosen in order.split(len(order) // 2):
-        optimizer.zero_grad()
-        loss(net, [leaf[chosen] for leaf in shard]).backward()
-        optimizer.step()

@@ -109,10 +109,6 @@ def square(number: int) -> int:
     return number * number
 
 
-def total(rows: Tensor) -> float:
-    return float(rows.sum())
-
-
 def uses_a_pool(method: str, model: nn.Module, shard: Rows, rank: Rank) -> None:
     with multiprocessing.get_context(method).Pool(2) as pool:
         assert pool.map(square, range(4)) == [0, 1, 4, 9]

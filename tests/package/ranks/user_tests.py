@@ -66,17 +66,6 @@ def test_hangs():
     assert_equivalent(case("1x2"), hangs)
 """
 
-PLUGINS = {
-    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    "PYTEST_PLUGINS": "xdist.plugin,ddp_equivalence.pytest_plugin",
-}
-"""Only the plugins that are needed: importing all installed ones takes as long as the tests."""
-
-
-def variables(run: MarkedRun) -> dict[str, str]:
-    """The environment variables of the run, in addition to those of this process."""
-    return run.environment | PLUGINS
-
 
 def write_tests(run: MarkedRun, *layouts: str, tests: str = TRAINS) -> None:
     """Write the test file, which checks these layouts, and its conftest.py."""

@@ -16,6 +16,8 @@ import torch
 
 from ddp_equivalence import Case
 from ddp_equivalence.reference import big_batch
+from tests.package.forks import completed
+from tests.package.someone_elses_run import LONGEST
 
 MINE = """
 import torch
@@ -54,23 +56,31 @@ class NotHere:
             raise ImportError("the script must not import the package")
 
 sys.meta_path.insert(0, NotHere())
+for name in [name for name in sys.modules if name.partition(".")[0] == "ddp_equivalence"]:
+    del sys.modules[name]  # of a fork
 """
 """Python imports this file when it starts. It hides this package from the script."""
 
 
-def torchrun(path: Path, ranks: int) -> tuple[int, str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+def torchrun(path: Path, ranks: int, forked: bool = True) -> tuple[int, str]:
+    """Exit code and output of the script. ``forked``: its ranks are forks of one interpreter."""
     with tempfile.TemporaryDirectory() as hiding:
         Path(hiding, "sitecustomize.py").write_text(NOT_HERE)
-        done = subprocess.run(
-            [*launcher, str(path)],
-            cwd=path.parent,
-            env=dict(os.environ) | {"PYTHONPATH": hiding},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        variables = {**os.environ, "PYTHONPATH": hiding}
+        if forked:
+            command = [sys.executable, str(path)]
+            done = completed(command, path.parent, variables, LONGEST, ranks=ranks)
+        else:
+            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            done = subprocess.run(
+                [sys.executable, *launcher, str(path)],
+                cwd=path.parent,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=LONGEST,
+                check=False,
+            )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -6,6 +6,8 @@ After an intended change write the files anew and read the difference before you
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from ddp_equivalence import Verdict, check
@@ -15,6 +17,7 @@ from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import fault_trials
 from ddp_equivalence.report.render import full_lines, report_lines
 from ddp_equivalence.report.text import Style
+from tests.diagnosis.names.claims import false_claims
 from tests.package.report.golden_files import assert_golden
 from tests.package.report.report_cases import REPORTS, TOKENS
 
@@ -26,6 +29,7 @@ FULL_REPORTS = ("sum_not_mean", "unnamed_reduction")
 all others stay as they are when a cause is added."""
 
 
+@cache
 def verdict_of(name: str) -> Verdict:
     case, step, options = REPORTS[name]
     own = not isinstance(step, str)
@@ -60,10 +64,12 @@ def test_the_report_of_a_planted_fault_reads_as_its_golden_file(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.__version__", "2.x")
+    verdict = verdict_of_planted(name)
     with settings.using(settings.Settings(trial_seconds=0)):
-        report = str(verdict_of_planted(name))
+        report, full = str(verdict), verdict.full_report()
     assert_golden(f"planted/{name}.txt", report)
     assert rows_on_a_terminal(report, WIDTH) <= MOST_LINES
+    assert false_claims(verdict, f"{report}\n{full}") == [], full
 
 
 @pytest.mark.parametrize("name", FULL_REPORTS)

@@ -49,7 +49,7 @@ def test_the_script_of_a_users_file_shows_the_difference_under_torchrun(
     assert f"reproduction: {path} (torchrun --nproc-per-node 2 {path})" in text
     their_file.unlink()
     (tmp_path / "beside.py").unlink()
-    code, shown = torchrun(path, ranks=2)
+    code, shown = torchrun(path, ranks=2, forked=False)
     assert code == 1, shown
     assert "different: 1 of 4 parameters, the worst is 2.bias" in shown
     assert re.search(r"^2\.bias +\S+  7\.5e-01 7\.5e-01 \| 1\.750 1\.750$", shown, re.MULTILINE)

@@ -25,7 +25,7 @@ from ddp_equivalence.commands.explain.explanation import last_step_counts
 from ddp_equivalence.commands.explain.setup import ONE_PROCESS, Loss, Optimizer, Parallelism
 
 FEATURES, CLASSES, LENGTH, PADDING = 5, 3, 4, -1
-EXAMPLES = 300
+EXAMPLES = 60
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "1": lambda world: 1.0,
@@ -234,7 +234,7 @@ def weights_in_the_steps(setup: Setup, last_divisor: int) -> list[Tensor]:
     return steps
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=EXAMPLES, deadline=None)
 @given(
     parallelism=st.sampled_from(["ddp", "all-reduce-sum", "data-parallel-loss-inside"]),
     batch=st.integers(1, 6),

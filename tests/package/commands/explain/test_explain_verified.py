@@ -21,6 +21,7 @@ from ddp_equivalence.commands.explain.verification import (
     verify,
 )
 from ddp_equivalence.ranks import Rank
+from tests.combinations import each_once
 
 pytestmark = pytest.mark.self_check
 
@@ -65,8 +66,7 @@ def test_ranks_hold_what_is_explained(setup: Setup) -> None:
     assert found.scaled == ()
 
 
-@pytest.mark.parametrize("parallelism", SEVERAL)
-@pytest.mark.parametrize("tokens_over", get_args(TokensOver))
+@pytest.mark.parametrize(("parallelism", "tokens_over"), each_once(SEVERAL, get_args(TokensOver)))
 def test_ranks_count_tokens_as_it_is_explained(
     parallelism: Parallelism, tokens_over: TokensOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

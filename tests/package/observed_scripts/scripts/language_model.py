@@ -33,7 +33,7 @@ def train(options):
         for number in range(micro_batches):
             rows = 2 if "uneven" in options and dist.get_rank() == 0 else 3
             tokens = torch.randint(0, 11, (rows, 6))
-            model.require_backward_grad_sync = number == micro_batches - 1 or "sync" in options
+            model.require_backward_grad_sync = number == micro_batches - 1
             loss = model(tokens[:, :-1], tokens[:, 1:]) / divisor
             loss.backward()
         optimizer.step()

@@ -1,15 +1,15 @@
-"""Runs the scripts of these tests in forks of one interpreter that has imported torch.
+"""Runs Python commands of these tests in forks of one interpreter that has imported torch.
 
-``observe`` starts an interpreter two or three times for a script, and each needs two seconds of
-processor time to import torch and torch._dynamo. A fork of one that has imported them needs none.
-It gets the same command, environment, folder and output, and the same watch begins in it. In the
-place of torchrun, a fork forks the ranks. Tests whose subject is how a command is started start
-real interpreters.
+A new interpreter needs two seconds of processor time to import torch and torch._dynamo. A fork of
+one that has imported them needs none. It gets the same command, environment, folder and files. In
+the place of torchrun, a fork forks the ranks. Tests whose subject is how a process is started, or
+what it leaves behind, start real interpreters.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import re
@@ -18,11 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing import util
 from multiprocessing.connection import Connection
@@ -31,45 +31,31 @@ from typing import Any, NoReturn
 
 import psutil
 
-from ddp_equivalence.observed_scripts import launch
-from ddp_equivalence.observed_scripts.queries import VARIABLE
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a fork is to run, and with what. ``ranks``: how many forks of the fork run it; None if
-    it runs it itself.
-    """
-
-    command: Sequence[str]
-    at: str
-    environment: Mapping[str, str]
-    output: str
-    ranks: int | None = None
-
+CHECKS = "ddp_equivalence.checking.check"
+"""This imports almost all of the package, but not its plugin: pytest, which rewrites the asserts of
+plugins, would warn that it was imported before.
+"""
 
 # --- in the interpreter that is forked
 
 
 def serve(descriptor: int) -> None:
-    """Fork for every ``Start`` that comes, and answer with the process id; for a process id, answer
-    with its exit code, or None. Ends, with all forks, when the other side does. ``descriptor``: of
-    this side of a pipe.
+    """Fork for every set of arguments of ``_run`` that comes, and answer with the process id; for a
+    process id, answer with its exit code, or None. Ends, with all forks, when the other side does.
+    ``descriptor``: of this side of a pipe.
     """
     connection = Connection(descriptor)
-    import torch._dynamo
-    import torch.distributed
-    import torch.optim  # noqa: F401
-
+    for module in ("torch._dynamo", "torch.distributed", "torch.optim", "pytest", CHECKS):
+        importlib.import_module(module)
     forks: list[int] = []
     with suppress(EOFError):
         while True:
             asked = connection.recv()
-            if isinstance(asked, Start):
+            if isinstance(asked, dict):
                 pid = os.fork()
                 if pid == 0:
                     connection.close()
-                    _run(asked)
+                    _run(**asked)
                 forks.append(pid)
                 connection.send(pid)
             else:
@@ -80,33 +66,42 @@ def serve(descriptor: int) -> None:
             one.kill()
 
 
-def _run(start: Start) -> NoReturn:
-    """Be the interpreter that was to be started."""
+def _run(
+    command: Sequence[str],
+    at: str,
+    environment: Mapping[str, str],
+    files: Sequence[str],
+    ranks: int | None,
+) -> NoReturn:
+    """Be the interpreter that was to be started. ``files``: its input, output and errors.
+    ``ranks``: how many forks of this one are to run the command; None if this one is.
+    """
     os.setsid()
-    os.chdir(start.at)
-    for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, start.output, os.O_WRONLY)):
-        file = os.open(path, mode | os.O_APPEND)
-        os.dup2(file, number)
-    os.dup2(1, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.chdir(at)
+    for number, (name, path) in enumerate(zip(("stdin", "stdout", "stderr"), files, strict=True)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
+        stream = os.fdopen(number, "w" if number else "r", buffering=1, closefd=False)
+        vars(sys).update({name: stream, f"__{name}__": stream})
     os.environ.clear()
-    os.environ.update(start.environment)
-    if start.ranks is not None:
-        _be_a_rank_of(start.ranks)
-    _, script, *words = start.command
-    sys.argv, sys.orig_argv = [script, *words], list(start.command)
-    paths = start.environment["PYTHONPATH"].split(os.pathsep)
-    sys.path[:] = [os.path.dirname(os.path.abspath(script)), *paths, *sys.path]
+    os.environ.update(environment)
+    if ranks is not None:
+        _be_a_rank_of(ranks)
+    is_module = command[1] == "-m"
+    name, *words = command[2 if is_module else 1 :]
+    sys.argv, sys.orig_argv = [name, *words], list(command)
+    paths = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
+    sys.path[:] = [at if is_module else os.path.dirname(os.path.abspath(name)), *paths, *sys.path]
     code = 0
     try:
-        startup = runpy.run_path(str(launch.STARTUP / "sitecustomize.py"))
-        if VARIABLE in os.environ:
-            startup["_seed_numpy"]()  # torch and numpy are there: no import begins the watch
-            startup["_begin"]()
-        runpy.run_path(script, run_name="__main__")
+        _site_customized()
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -116,6 +111,18 @@ def _run(start: Start) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _site_customized() -> None:
+    """Import what Python would have imported when it started. That of an observed script begins the
+    watch once torch and numpy are imported, which they are.
+    """
+    sys.modules.pop("sitecustomize", None)
+    with suppress(ModuleNotFoundError):
+        startup = importlib.import_module("sitecustomize")
+        if "DDP_EQUIVALENCE_OBSERVE" in os.environ:
+            startup._seed_numpy()
+            startup._begin()
 
 
 def _be_a_rank_of(world_size: int) -> None:
@@ -158,12 +165,30 @@ def processes_of(leader: int) -> list[psutil.Process]:
 
 
 class ForkedProcess:
-    """Stands in for ``subprocess.Popen`` where ``Running`` starts a command."""
+    """Stands in for ``subprocess.Popen``, with files for what the command reads and prints."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], **more: Any):
-        output = str(Path(more["stdout"].name))
-        start = Start(tuple(command), str(cwd), dict(env), output, more.get("ranks"))
-        self.pid: int = _asked(start)
+    def __init__(
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        stdout: Any,
+        stdin: Any = subprocess.DEVNULL,
+        stderr: Any = subprocess.STDOUT,
+        ranks: int | None = None,
+        **more: Any,
+    ):
+        read = os.devnull if stdin == subprocess.DEVNULL else stdin.name
+        errors = stdout if stderr == subprocess.STDOUT else stderr
+        self.pid: int = _asked(
+            {
+                "command": tuple(command),
+                "at": str(cwd),
+                "environment": dict(env),
+                "files": (read, stdout.name, errors.name),
+                "ranks": ranks,
+            }
+        )
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -196,10 +221,10 @@ def _interpreter() -> Connection:
     """The connection to it. It ends with this process: the connection is closed then."""
     ours, theirs = multiprocessing.Pipe()
     interpreter = subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+        [sys.executable, __file__, str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.PACKAGE)},
-        cwd=launch.PACKAGE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd="/",
         start_new_session=True,
     )
     theirs.close()
@@ -212,7 +237,7 @@ def _interpreter() -> Connection:
     return ours
 
 
-def _asked(question: Start | int) -> Any:
+def _asked(question: dict[str, Any] | int) -> Any:
     connection = _interpreter()
     connection.send(question)
     return connection.recv()
@@ -222,9 +247,7 @@ TORCHRUN = re.compile(r"(\S*/)?torchrun|\S*python\S* -m torch.distributed.run")
 
 
 def started(command: Sequence[str], **keywords: Any) -> Any:
-    """A fork for a script that is started as ``python SCRIPT ...`` or by torchrun on one node; else
-    a real process.
-    """
+    """A fork for a script, a module (``python -m``) or torchrun on one node; else a process."""
     launcher = TORCHRUN.match(" ".join(command))
     if launcher is not None:
         words = list(command[len(launcher[0].split()) :])
@@ -232,6 +255,37 @@ def started(command: Sequence[str], **keywords: Any) -> Any:
         assert set(options[:-1]) <= {"--standalone", "--nproc-per-node"}, command
         script = (sys.executable, *words)
         return ForkedProcess(script, **keywords, ranks=int(options[-1]))
-    if len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py"):
+    if command[0] == sys.executable and command[1:] and command[1].endswith((".py", "-m")):
         return ForkedProcess(command, **keywords)
     return subprocess.Popen(command, **keywords)
+
+
+def completed(
+    command: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str],
+    timeout: float,
+    input: str = "",
+    ranks: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """As from ``subprocess.run``, but of a fork, which ends with all that it has started, or of as
+    many forks as there are ranks.
+    """
+    with (
+        tempfile.NamedTemporaryFile("w+") as stdin,
+        tempfile.NamedTemporaryFile("r") as stdout,
+        tempfile.NamedTemporaryFile("r") as stderr,
+    ):
+        stdin.write(input)
+        stdin.flush()
+        fork = ForkedProcess(command, cwd, env, stdout, stdin, stderr, ranks)
+        try:
+            code = fork.wait(timeout)
+        finally:
+            fork.kill()
+        return subprocess.CompletedProcess(command, code, stdout.read(), stderr.read())
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])
+    serve(int(sys.argv[1]))
