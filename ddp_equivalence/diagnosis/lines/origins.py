@@ -511,7 +511,7 @@ def _setters(
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not one.fills]
             one = _in_force(run, line, node, given)
-            if one is not None and not (only_attributes and _tells_little(run, one)):
+            if one is not None and not (only_attributes and _tells_little(run, one, place)):
                 yield _far_away(origins, node.attr, one)
     for node in [] if only_attributes else read:
         if isinstance(node, ast.Name):
@@ -529,9 +529,13 @@ def _classes(run: RunLines) -> set[str]:
     return {one.name for file in run.files for one in classes_in(file)}
 
 
-def _tells_little(run: RunLines, one: Origin) -> bool:
-    """True for what only makes an object of a user's class, or is the rank or the world size."""
+def _tells_little(run: RunLines, one: Origin, reader: SourceLine) -> bool:
+    """True for what only makes an object of a user's class, is the rank or the world size, or
+    changes what the function has already.
+    """
     made = one.expression
+    if isinstance(one.place.statement, ast.AugAssign) and one.place.function is reader.function:
+        return True
     if isinstance(made, ast.Call):
         return called_name(made) in {*_classes(run), "get_rank", "get_world_size"}
     return ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")

@@ -45,7 +45,7 @@ different: step (mine.py:21): gradients stay within groups of ranks     [reduced
 
   Namely: each group divides by its own size
   mine.py:22  groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-              sets the group
+              sets groups
 > mine.py:25  dist.all_reduce(parameter.grad, group=groups[rank.node])
               2 all_reduce, in groups {0, 1} and {2, 3}; none has all 4 ranks
 
