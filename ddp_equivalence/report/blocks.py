@@ -200,7 +200,7 @@ class Headline:
         if len(self.text) + len(self.name) + 2 > shape.width:
             texts = wrapped_at_most(self.text, "", 1 + shape.texts, shape.width)
         room = shape.width - len(texts[-1])
-        if len(self.name) + 2 <= room:
+        if self.name and len(self.name) + 2 <= room:
             texts[-1] += self.name.rjust(room)
         elif self.is_named:
             texts.append(self.name.rjust(shape.width))

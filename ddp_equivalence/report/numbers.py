@@ -399,7 +399,7 @@ def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
     elif has_too_few_elements(shares):
         yield f"Too few elements differ to tell how often each of the {shares.pieces} counts."
     elif not can_be_shown(shares):
-        yield f"No counts of the {shares.pieces} give what the ranks hold: it is no wrong factor."
+        yield f"No counts of whole {shares.pieces} give what the ranks hold."
     elif all_are_right(shares):
         yield f"To two digits, all {shares.pieces} count as often as they should."
     yield _off_by(comparison)

@@ -211,9 +211,11 @@ def headline_text(verdict: Verdict) -> str:
 def _headline(verdict: Verdict) -> Headline:
     at, causes = verdict.asked.defined_at, verdict.causes
     place = "" if at is None else f" ({place_name(at)})"
+    found = None if causes else verdict.localisation.whereabouts
+    is_told = found is not None and bool(found.fix)
     return Headline(
         text=f"different: {verdict.subject}{place}: {_what(verdict)}",
-        name=f"[{' and '.join(causes) or 'no known cause'}]",
+        name="" if is_told else f"[{' and '.join(causes) or 'no known cause'}]",
         is_named=bool(causes),
     )
 

@@ -317,8 +317,19 @@ def _division_by_node(view: View) -> Indication | None:
             return alone
         if _is_that_of_losses(view, one.value):
             return Indication(False, "the losses at which backward began have this factor already")
+        divided = line_that_scales_gradients(view, 1 / local)
+        at_the_line = view.observed.calls.changes(lambda call: call.factor is not None)
+        factors = [
+            call.factor
+            for place in at_the_line
+            if divided is not None and place.line == divided.line
+            for calls in place.by_rank.values()
+            for call in calls
+        ]
+        if any(not losses_close(factor or 0.0, 1 / local) for factor in factors):
+            return Indication(False, "the same line divides other gradients by other numbers")
         # With one rank on a node there is nothing to divide, and with one node it is right.
-        if local > 1 and line_that_scales_gradients(view, 1 / local) is not None:
+        if local > 1 and divided is not None:
             return Indication(True, f"the gradients were divided by {local}, the ranks of one node")
     return None
 

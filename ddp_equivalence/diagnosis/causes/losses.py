@@ -328,7 +328,9 @@ def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
         return ()
     run = run_lines(view, min(view.observed.by_rank, default=0))
     made = [
-        PointedLine(link.line, f"{link.gives}, the number at line {scaled.line.number}")
+        PointedLine(
+            link.line, f"{link.gives}, which goes into the number at line {scaled.line.number}"
+        )
         for link in divisors(run, scaled.line)[:1]
         if link.line != scaled.line
     ]

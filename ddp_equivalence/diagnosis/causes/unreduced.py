@@ -434,7 +434,14 @@ def _mend_others(view: View) -> str:
         return either + (", or do not keep them from DDP." if _lines_that_keep_out(view) else ".")
     if any(wrapper.ignored for wrapper in view.observed.wrappers):
         return f"do not let DDP ignore {left_out}."
-    return f"wrap the model after {left_out} became a part of it, and use it in every iteration."
+    they = (
+        "are parameters of it that require"
+        if " and " in left_out or "," in left_out
+        else "is a parameter of it that requires"
+    )
+    return (
+        f"wrap the model once {left_out} {they} gradients, and use the wrapper in every iteration."
+    )
 
 
 def _in_a_later_step(view: View) -> Sequence[Prediction]:

@@ -255,7 +255,7 @@ def lines_of_divisor(view: View, rank: int, line: CodeLine) -> list[PointedLine]
     """The line of a function that made the number by which a line divides or multiplies."""
     found = divisors(run_lines(view, rank), line)
     return [
-        PointedLine(one.line, f"{one.gives}, the number at line {line.number}")
+        PointedLine(one.line, f"{one.gives}, which goes into the number at line {line.number}")
         for one in [one for one in found if one.place.function is not None][-1:]
         if one.line != line
     ]

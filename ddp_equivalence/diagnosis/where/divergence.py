@@ -57,6 +57,9 @@ from ddp_equivalence.measurement.request import Request
 
 MUCH_LESS = 0.1
 
+TAKING_PARTS = ("split", "split_with_sizes", "unbind", "slice", "select", "clone", "cat", *VIEWS)
+"""Operations that take or join parts, of which one rank has others, and that make no values."""
+
 # Compares a step with the same step on one rank, where a difference has no known cause.
 
 COARSEST = 1e-4
@@ -368,14 +371,15 @@ class _Search:
                 seen.add(here)
                 if number is not None and self._diverges(number):
                     found.add(number)
-                makes_values = operation.name not in (*UNWRITTEN, *BETWEEN_TWO)
+                makes_values = operation.name not in (*UNWRITTEN, *BETWEEN_TWO, *TAKING_PARTS)
                 written = None if number is None else self._logs.number_after(number)
                 if written is not None and written in partners:
                     open_ones.append((partners[written], True))
                 is_shown = operation.draws or (is_read_by_both and makes_values)
                 if number is None and is_shown and operation.line:
                     only_ranks.setdefault(operation.line, operation)
-                open_ones.extend((one, number is not None) for one in operation.after)
+                through = number is not None or (is_read_by_both and not makes_values)
+                open_ones.extend((one, through) for one in operation.after)
         # Random numbers that no rank draws alone come first: the others are made of them.
         return found, sorted(only_ranks.values(), key=lambda one: not one.draws)
 
@@ -396,8 +400,8 @@ class _Search:
     def read_by_python(self) -> Iterator[int]:
         """The divergences whose results are sent to other ranks or read into numbers of Python."""
         for number in self.lasting():
-            if self._operations[number].draws:
-                continue  # each rank is seeded with its own number
+            if self._operations[number].draws or self._operations[number].name == "aminmax":
+                continue  # each rank is seeded with its own number; torch checks what it is given
             open_ones, seen = [number], set[int]()
             while open_ones:
                 here = open_ones.pop()

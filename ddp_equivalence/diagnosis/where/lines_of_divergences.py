@@ -23,7 +23,7 @@ from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import Scaling
 from ddp_equivalence.diagnosis.where.own_gradient import line_of_backward, own_backwards
-from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS, OTHER_NUMBERS
+from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS, LEAVE_THEM, OTHER_NUMBERS
 from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
@@ -245,7 +245,7 @@ def _with_lines(
     ]
     # The line that writes other numbers is not that which makes them.
     is_late = found.kind == "reduction" and _is_before_backward(beside)
-    is_late |= found.headline == OTHER_NUMBERS
+    is_late |= found.headline.endswith(OTHER_NUMBERS) and pointed[0].line not in backwards
     is_vague = found.shows_later or found.kind == "big batch" or is_late
     if not is_vague and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
@@ -254,7 +254,8 @@ def _with_lines(
     seen = [replace(one, is_fault=False) for one in faults]
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
     marks = MARKED if any(one.is_fault for one in pointed) else ""
-    return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE, marks=marks)
+    fix = "" if found.fix == LEAVE_THEM else found.fix  # another line is marked now
+    return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE, marks=marks, fix=fix)
 
 
 def _before_reduction(divergence: Divergence) -> bool:
@@ -309,7 +310,7 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):
-        return f"{name}: not every rank has its part of the value on one rank"
+        return f"{name}: on some ranks this is no part of the value on one rank"
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))

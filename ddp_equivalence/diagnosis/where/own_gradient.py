@@ -35,6 +35,9 @@ MOST_CHANGES = 2
 SAME_LOSS = 1e-5
 """Losses whose relative difference is smaller are equal."""
 
+NO_LOSS = 1e-12
+"""Losses that differ by less are equal: both may be zero up to rounding."""
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -111,7 +114,7 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         sentence = f"On rank {rank}, {one.losses}. "
         return Judged(headline, sentence, one.losses, one.is_loss_right is False)
     right = pieces.view.examples.big_batch_loss
-    size = max(SAME_LOSS, pieces.tolerance) * abs(right)
+    size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), NO_LOSS)
     of_big_batch = f"the big batch's {text_of(right, '.5g')}"
     other = [one for one in compared if not abs((one.piece.loss or 0.0) - right) <= size]
     shown = ", ".join(text_of(loss, ".4g") for loss in known[:MOST_RANKS])
@@ -120,7 +123,10 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     alike = max(known) - min(known) <= size
     if len(other) < len(compared) or alike:  # every rank is to have the loss of the big batch
         rank, loss = (other or compared)[0].piece.rank, (other or compared)[0].piece.loss
-        headline = f"rank {rank}: its loss is {text_of(loss or 0.0, '.5g')}, {of_big_batch}"
+        number = text_of(loss or 0.0, ".5g")
+        headline = f"rank {rank}: its loss is {number}, {of_big_batch}"
+        if alike and len(other) == len(compared) > 1:
+            headline = f"every rank's loss is {number}, {of_big_batch}"
         sentence = f"The {unit} losses are {every}; {of_big_batch}. "
     else:
         is_mean = len(known) == pieces.view.world_size and abs(weight * len(known) - 1) <= SAME_LOSS

@@ -60,7 +60,8 @@ from ddp_equivalence.measurement.calls import Call, Contents, Kind
 # all the time, which ranks or backward passes count in it as they should not.
 
 OTHER = "What the ranks hold in the end is not the mean of what they computed."
-OTHER_NUMBERS = "a line leaves no weighted sum of the ranks' gradients"
+OTHER_NUMBERS = "leaves no weighted sum of the ranks' gradients"
+LEAVE_THEM = "leave the gradients as they were before the marked line."
 CHANGED_AFTERWARDS = "right gradients are changed afterwards"
 
 NOTHING = 1e-9
@@ -80,7 +81,9 @@ def fault_of_reduction(
     ``weight``: of each piece in what every rank should hold; None if any will do that is the same
     for all.
     """
-    bad = [path for path in paths if not (_is_right(path.held, weight) and path.as_left)]
+    wrong = [path for path in paths if not (_is_right(path.held, weight) and path.as_left)]
+    differing = pieces.view.measured.differing
+    bad = [path for path in wrong if differing.intersection(path.names)] or wrong
     if not bad:
         return None
     search = _Search(pieces, paths, bad, weight)
@@ -203,8 +206,13 @@ class _Search:
                     *self._gone_through(wrong.call),
                 ]
             ),
-            fix="leave the gradients as they were before the marked line.",
+            fix=LEAVE_THEM if self._were_right_everywhere() else "",
         )
+
+    def _were_right_everywhere(self) -> bool:
+        """True if these gradients were right at some time on every rank on which they are wrong."""
+        wrong = [one for one in self.bad if set(one.names) & set(self.path.names)]
+        return all(any(_is_right(s.mix, self.weight) for s in one.states) for one in wrong)
 
     def _gone_through(self, call: Call) -> list[PointedLine]:
         """The line that made what the loop around a line goes through."""
@@ -265,8 +273,9 @@ class _Search:
         collective = state.call.collective
         if state.mix is not None:
             return "a parameter gets the gradient of another one"
-        if collective is None:
-            return OTHER_NUMBERS
+        if collective is None or collective.reduce_op in ("SUM", "AVG"):
+            line = line_of(state.call)
+            return f"line {line.number} {OTHER_NUMBERS}" if line else f"a line {OTHER_NUMBERS}"
         if collective.reduce_op:
             return f"gradients are reduced with {collective.reduce_op}"
         return f"{collective.op} leaves other gradients"
@@ -421,7 +430,8 @@ class _Search:
         lines += [
             at(line_of(one), done_text(one, self.pieces), id(one) in states) for one in reduced[-1:]
         ]
-        never = "" if reduced or inside else "No collective that Python issued contained them."
+        sent = any(self._reductions(rank) for rank in range(view.world_size))
+        never = "" if sent or inside else "No collective that Python issued contained them."
         return self._of(
             "gradients of some ranks are missing",
             f"{never} What {who} computed is not in these gradients.".strip(),
@@ -477,7 +487,7 @@ class _Search:
         if local:
             fix = "reduce once, in or after the last backward pass."
         elif lost:
-            fix = "clear the gradients once, before the first backward pass."
+            fix = "clear the gradients once, before the first backward pass." if cleared else ""
         return self._of(
             "not every backward pass is reduced"
             if local or lost
@@ -506,7 +516,7 @@ class _Search:
         good, right = self._good(), self.weight
         if right is None and good is not None and good.held is not None:
             right = good.held.uniform
-        lines = self._where_they_part() if good is not None else []
+        lines = list(filter(None, self._where_they_part())) if good is not None else []
         times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
         where = ranked(tuple(sorted({one.rank for one in self.bad})), self.view.world_size)
         on = "" if where == "every rank" else f"On {where}, "
@@ -557,12 +567,14 @@ class _Search:
                 note = f"{done_text(here.call, self.pieces)}; {whose}: {then}; these: {now}"
                 return [*hooks(self.pieces, path, here), pointed(here, note, is_fault=True)]
         mine = {line for line, _ in path.lines}
+        same = [one for one in self.bad if set(one.names) & set(path.names)]
+        elsewhere = {line: one.rank for one in same for line, _ in one.lines}
         theirs = {line for line, _ in good.lines}
         return [
             *(
                 pointed(one, f"changes them {whose}, and not on rank {path.rank}", True)
                 if path.rank != good.rank
-                else pointed(one, "changes other gradients, and not these", True)
+                else pointed(one, _not_these(elsewhere.get(line_of(one.call))), True)
                 for one in good.states
                 if line_of(one.call) not in mine
             ),
@@ -572,6 +584,13 @@ class _Search:
                 if line_of(one.call) not in theirs
             ),
         ]
+
+
+def _not_these(rank: int | None) -> str:
+    """What a line does with other gradients. ``rank``: on which it changes these as well."""
+    return (
+        f"changes other gradients, and {'not these' if rank is None else f'these on rank {rank}'}"
+    )
 
 
 def _sums(call: Call) -> bool:

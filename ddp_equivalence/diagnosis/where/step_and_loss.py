@@ -39,6 +39,21 @@ NUMBERS = frozenset({"lift_fresh", "full", "scalar_tensor", "arange", "zeros", "
 
 PLACES = frozenset({"sort", "argsort", "topk", "nonzero", "searchsorted", "randperm"})
 
+FEWEST_WHOLE = 6
+"""Fewer whole numbers that are taken out of a tensor tell nothing."""
+
+COPYING = VIEWS | {
+    "slice",
+    "select",
+    "split",
+    "unbind",
+    "index",
+    "clone",
+    "copy",
+    "copy_",
+    "_to_copy",
+}
+
 MOST_FOUND = 4
 """If more lines compute something else, the step says the loss in another way."""
 
@@ -409,10 +424,17 @@ class _Search:
             value = self._step.values[number]
             known = self._known.has(value)
             is_scalar = len(value.elements) == BYTES
-            if known == "no" and is_scalar and not self._scalars_count:
+            is_copy = number in self._copied and len(value.elements) < FEWEST_WHOLE * BYTES
+            if known == "no" and (is_copy or (is_scalar and not self._scalars_count)):
                 known = "unknown"
             self._cache[number] = known
         return self._cache[number]
+
+    @cached_property
+    def _copied(self) -> set[int]:
+        """The whole numbers that were taken out of something."""
+        made = (n for one in self._operations if one.name in COPYING for n in one.returned)
+        return {n for n in made if n is not None and not self._step.values[n].is_floating_point}
 
     def _unlike(self, number: int, made: Sequence[int | None]) -> Iterator[Unlike]:
         """The first of the values that an operation has made, if the loss of the case has not."""
