@@ -157,6 +157,15 @@ def _sum_of_ranks(view: View) -> Sequence[Prediction]:
     return on_every_rank(view, *sums)
 
 
+def _sum_is_nearer(view: View) -> bool:
+    """True if the loss is a sum over examples, of which the mean over ranks would be too small."""
+    contributions = view.parts.contributions()
+    if contributions is None:
+        return False
+    of_sum, of_mean = contributions.sum(0) - view.expected, contributions.mean(0) - view.expected
+    return bool(of_sum.norm() < of_mean.norm())
+
+
 def _added_over_ranks(view: View) -> Sequence[WrongFactor]:
     return (WrongFactor(view.world_size, f"multiplied by {view.world_size}, the number of ranks"),)
 
@@ -171,6 +180,9 @@ def _no_sum(view: View) -> Indication | None:
         return Indication(False, "the gradients that differ went into several sums over all ranks")
     if sum_is_right(view) and line_that_scales_gradients(view, count) is None:
         return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
+    if _sum_is_nearer(view) and line_that_scales_gradients(view, count) is None:
+        why = "the sum of what the ranks computed is nearer to the big batch than the mean"
+        return Indication(False, why)
     divided = {name for one in view.observed.calls.multiplied_by(1 / count) for name in one.names}
     if view.measured.only_some_parameters_differ and differing <= divided:
         return Indication(False, f"a line divides these gradients by {count}")

@@ -373,6 +373,21 @@ def test_what_only_looks_like_a_cause_has_another_name(
     assert cause in (None, *verdict.causes), verdict
 
 
+def divided_by_who_takes_part(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    """Two of four ranks count for the head, which is by chance as many as a node has."""
+    loss(model, shard).backward()
+    for number, parameter in enumerate(model.parameters()):
+        dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
+        parameter.grad /= 2 if number else rank.world_size
+
+
+def test_a_line_that_divides_by_several_numbers_does_not_divide_by_the_local_world_size() -> None:
+    verdict = check(case_of(), divided_by_who_takes_part)
+    assert verdict.outcome == "different"
+    assert verdict.cause != "divided_by_local_world_size", verdict
+
+
 @pytest.mark.parametrize(
     ("case", "step"),
     [

@@ -436,7 +436,7 @@ def test_what_is_no_mixture_has_no_shares_and_no_nearest_multiple() -> None:
     verdict = check(case("1x4"), largest)
     assert verdict.shares is None, verdict
     assert verdict.why_no_shares is not None
-    assert "no mixture of" in verdict.why_no_shares.reason
+    assert "no weights of" in verdict.why_no_shares.reason
     assert "nearest:" not in report_of(verdict)
 
 

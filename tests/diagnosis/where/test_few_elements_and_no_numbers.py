@@ -29,7 +29,7 @@ def test_the_line_that_makes_no_numbers_of_right_gradients_is_marked() -> None:
 def test_what_few_elements_hold_is_not_said_to_be_no_mixture() -> None:
     """Three elements are a mixture of any gradients, so that nothing can be said of them."""
     found = where(case(), test_told.unlike_factors)
-    assert "no mixture" not in found.sentence, found.sentence
+    assert "no weighted sum" not in found.sentence, found.sentence
     assert "rank 0 1.5, rank 1 0.1667" in found.sentence
 
 

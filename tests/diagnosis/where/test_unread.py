@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_equivalence import Case
+from ddp_equivalence.report.blocks import source_of
 from tests.diagnosis.where.faulty import average, distance, unnamed
 
 
@@ -47,6 +50,40 @@ def as_many_views_as_targets(model: Any, shard: Any, rank: Any) -> None:
         labelled_loss = functional.cross_entropy(model(rows), targets)
         ((labelled_loss + of_views(model, weak, strong)) / len(parts)).backward()
     average(model)
+
+
+def of_series(model: Any, examples: dict[str, Tensor]) -> Any:
+    windows = examples["series"].unfold(0, 4, 1).transpose(1, 2)
+    wanted = windows[:, 3]
+    return functional.huber_loss(model(windows[:, :3]), wanted, reduction="sum") / 12
+
+
+class Forecast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.GRU(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, past: Tensor) -> Any:
+        _, hidden = self.encoder(past)
+        return past[:, -1] + self.head(hidden[-1])
+
+
+def windows_without_their_context(model: Any, batch: Any, rank: Any) -> None:
+    own = batch["series"][rank.rank * 6 : (rank.rank + 1) * 6]  # fault
+    ddp = DistributedDataParallel(model)
+    (of_series(ddp, {"series": own}) * rank.world_size).backward()
+
+
+def test_the_line_that_takes_a_part_is_shown_and_not_those_that_read_it() -> None:
+    def series(generator: torch.Generator) -> dict[str, Tensor]:
+        return {"series": torch.randn(15, 3, generator=generator)}
+
+    case = Case(model=Forecast, loss=of_series, batch=series, layout="1x2", shards="own")
+    where = unnamed(case, windows_without_their_context)
+    assert where.headline == "no rank reads examples 12 to 14 of series"
+    assert distance(replace(where, lines=where.lines[:1]), windows_without_their_context) == 0
+    assert not any("self." in source_of(one.line) for one in where.lines if one.is_fault)
 
 
 CASE = Case(model=model, loss=loss, batch=batch, layout="1x2")

@@ -129,4 +129,4 @@ def test_a_debugged_step_has_no_deadline_for_its_explanation(slow_gradients: Clo
     verdict = check(own_case(model=six_layers), noise_on_every_gradient, in_process=True)
     assert verdict.not_tried == ()
     assert verdict.why_no_shares is not None
-    assert "no mixture" in verdict.why_no_shares.reason  # noise is none
+    assert "no weights of" in verdict.why_no_shares.reason  # noise is none
