@@ -16,7 +16,7 @@ from ddp_equivalence.diagnosis.where import divergence
 from ddp_equivalence.diagnosis.where.lines_of_divergences import RIGHT_ALONE
 from ddp_equivalence.report.blocks import source_of
 from tests.diagnosis.where.faulty import CASE, average, distance, loss, unnamed
-from tests.diagnosis.where.test_reduction import maximum_instead_of_sum
+from tests.diagnosis.where.test_kinds_of_differences import maximum_instead_of_sum
 
 
 def weighted_rows(generator: torch.Generator) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from ddp_equivalence import check
 from ddp_equivalence.diagnosis import localisation
 from ddp_equivalence.diagnosis.where import divergence, find_whereabouts
 from tests.diagnosis.where.faulty import CASE
-from tests.diagnosis.where.test_reduction import maximum_instead_of_sum
+from tests.diagnosis.where.test_kinds_of_differences import maximum_instead_of_sum
 
 
 def fail(*_: Any) -> NoReturn:
