@@ -1,4 +1,4 @@
-"""Which tests run in every change, and which only in the thorough run.
+"""Which tests run in every change, which only in the thorough run, and the names of their cases.
 
 ``ci/cpu.sh`` runs with ``--ddp-pairwise``, as ``ddp-equivalence run`` does: of the catalogue and
 the planted faults it chooses few tests that have every pair of values, and it leaves out tests with
@@ -16,3 +16,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("thorough") is not None]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Words that a report must have are no part of the name of their test. Reports print this name
+    in the command that repeats the test, and would have the words in any case.
+    """
+    return argname if isinstance(val, str) and " " in val else None

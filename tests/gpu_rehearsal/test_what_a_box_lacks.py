@@ -18,7 +18,7 @@ CANNOT_SHARE = {"NCCL_HOSTID": "one"}
 CHOSEN = (
     "tests/equivalence/test_ddp.py",
     "tests/equivalence/test_data_parallel.py",
-    "tests/equivalence/test_right_code_under_ddp.py",
+    "tests/equivalence/test_right_code.py",
     "tests/diagnosis/test_planted_faults.py",
 )
 
