@@ -3,7 +3,8 @@
     python benchmarks/scoreboard.py [--set NAME ...] [--part 1/4] [--trials SECONDS]
                                     [--steps] [--json PATH]
 
-``known``: the steps of benchmarks/steps/known, with which rules were made. Every folder of
+``known``: the steps of benchmarks/steps/known, with which rules were made; ``opened``: those of
+benchmarks/steps/opened, which were read after they had been counted once. Every folder of
 benchmarks/unseen_steps is a set by authors who had seen neither rules nor causes nor known steps.
 It is there to be counted: who writes rules does not read its steps. Without ``--set``, all unseen
 sets run.
@@ -38,6 +39,7 @@ import torch  # noqa: E402
 from benchmarks.programs.__main__ import a_part  # noqa: E402
 from benchmarks.steps.keys import (  # noqa: E402
     KNOWN,
+    OPENED,
     UNSEEN,
     fits_on_a_screen,
     is_shown,
@@ -74,7 +76,7 @@ class Score:
 
 def sets() -> dict[str, tuple[Path, list[dict[str, Any]]]]:
     """Name -> the folder of the steps, and what is wrong with each."""
-    folders = [KNOWN, *sorted(file.parent for file in UNSEEN.glob("*/keys.toml"))]
+    folders = [KNOWN, OPENED, *sorted(file.parent for file in UNSEEN.glob("*/keys.toml"))]
     return {folder.name: (folder, keys_of(folder)) for folder in folders}
 
 

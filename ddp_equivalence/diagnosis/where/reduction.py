@@ -395,10 +395,8 @@ class _Search:
             and one.collective.contents is Contents.COPIES_OF_GRADIENTS
             and not one.in_backward
         ]
-        order = calls.of(path.rank)
-        written = (
-            path.states and copies and order.index(path.states[-1].call) > order.index(copies[-1])
-        )
+        when = calls.of(path.rank).index
+        written = path.states and copies and when(path.states[-1].call) > when(copies[-1])
         lines: list[PointedLine | None] = [
             *lines_only_on(view.observed.by_rank, missing),
             *self._where_they_part(),
@@ -430,8 +428,8 @@ class _Search:
         lines += [
             at(line_of(one), done_text(one, self.pieces), id(one) in states) for one in reduced[-1:]
         ]
-        sent = any(self._reductions(rank) for rank in range(view.world_size))
-        never = "" if sent or inside else "No collective that Python issued contained them."
+        sent = inside or any(map(self._reductions, range(view.world_size)))
+        never = "" if sent else "No collective that Python issued contained them."
         return self._of(
             "gradients of some ranks are missing",
             f"{never} What {who} computed is not in these gradients.".strip(),
