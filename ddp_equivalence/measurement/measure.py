@@ -432,9 +432,8 @@ def operations_on_ranks(request: Request, deadline: float) -> dict[int, Operatio
         by_rank = _operations(request, deadline)
     except (RankFailed, BadCase):
         return None
-    if len(by_rank) != request.processes.world_size:
-        return None
-    return by_rank if all(one.complete for one in by_rank.values()) else None
+    complete = [one.complete for one in by_rank.values()]
+    return by_rank if all(complete) and len(complete) == request.processes.world_size else None
 
 
 def operations_on_one_rank(

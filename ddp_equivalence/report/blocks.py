@@ -265,12 +265,10 @@ class Code:
             head = f"{'>' if one.is_fault else ' '} {place:<{indent - 4}}  {source}"
             note = "" if is_bare else one.note
             is_short = shape.line_notes < 2 and len(head) + 2 + len(note) <= shape.width
-            if note and at_the_side:
-                head = f"{head:<{column}}{note}"
-            elif note and is_short:
-                head = f"{head}  {note}"
+            if at_the_side or is_short:
+                head, note = f"{head:<{column if at_the_side else len(head) + 2}}{note}", ""
             lines.append(Line(head))
-            if note and not (at_the_side or is_short):
+            if note:
                 lines += Sentences(note, "", "line_notes", " " * indent).lines(shape)
             if one.missing:
                 missing = f"{'':<{indent}}missing after it: {one.missing}"

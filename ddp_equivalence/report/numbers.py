@@ -181,21 +181,9 @@ class ShareTable:
     def _cells(self, rank: int, row: ShareRow) -> Cells:
         """What a rank holds of each column: one share, or the smallest and the largest."""
         texts = _row_texts([row[ranks[0]] for ranks in self._columns], self.shares)
-        ranges = self.shares.ranges.get(rank, ())
-        cells = []
-        for text, ranks in zip(texts, self._columns, strict=True):
-            ends = ranges[ranks[0]] if ranges else None
-            least, most = map(share_text, ends or (None, None))
-            cells.append(text if least == most else f"{least} to {most}")
-        return tuple(cells)
-
-    @cached_property
-    def _all_are_right(self) -> bool:
-        return {cell for cells, _ in self._rows for cell in cells} <= {"1.00", "-"}
-
-    @property
-    def _details(self) -> list[str]:
-        return [text for text in _details(self.shares) if text]
+        ranges = self.shares.ranges.get(rank) or [None] * len(row)
+        both = [map(share_text, ranges[ranks[0]] or (None, None)) for ranks in self._columns]
+        return tuple(x if a == b else f"{a} to {b}" for x, (a, b) in zip(texts, both, strict=True))
 
     def lines(self, shape: Shape) -> Sequence[Line]:
         """The table with as many rows as there may be; in words if there may be none."""
@@ -203,12 +191,13 @@ class ShareTable:
             return self.words
         # If the rows are too many, and every rank holds its own examples only, it says that.
         apart = [] if len(self._rows) <= shape.rows else _own_and_others(self.shares)
-        details = self._details
+        details = [text for text in _details(self.shares) if text]
         exceptions = f"Every rank holds other shares: {details[-1]}." if details else ""
         fits = ": example" in exceptions and len(exceptions) + 2 <= shape.width
         if len(self._rows) == 1 and fits:
             apart, details = [SHOULD_COUNT, exceptions], details[:-1]
-        if not apart and not (details and shape.details) and self._all_are_right:
+        are_right = {cell for cells, _ in self._rows for cell in cells} <= {"1.00", "-"}
+        if are_right and not apart and not (details and shape.details):
             return self.words  # examples of one rank make up for each other
         texts = apart or list(self._texts(shape.rows))
         scope = [only_in(self.shares.only)] if self.shares.only else []
