@@ -106,7 +106,8 @@ def _shares(
 
     def ends(row: ShareRow, group: Indices) -> tuple[float, float] | None:
         known = [share for index in group if (share := row[piece_of[index]]) is not None]
-        return (min(known), max(known)) if known else None
+        noise = 10 * fit.condition * max(fit.unexplained.values())
+        return (min(known), max(known)) if known and max(known) - min(known) > noise else None
 
     shards, parts_by_rank = view.parts.examples_by_rank, view.parts.by_rank or ()
     by_micro_batch = None

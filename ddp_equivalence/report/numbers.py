@@ -99,7 +99,7 @@ def can_be_shown(shares: Shares) -> bool:
     error = shares.condition * unexplained
     is_noise = unexplained > ROUNDING and (
         any(share < -OFF for share in known)
-        or (OFF < max((abs(share - 1) for share in known), default=0.0) <= error)
+        or (OFF < max((abs(share - 1) for share in known), default=0.0) <= min(error, 0.1))
     )
     if unexplained > WORST_FIT or is_noise or has_too_few_elements(shares):
         return False

@@ -160,8 +160,9 @@ def _sum_of_ranks(view: View) -> Sequence[Prediction]:
 def _sum_is_nearer(view: View) -> bool:
     """True if the loss is a sum over examples, of which the mean over ranks would be too small."""
     contributions = view.parts.contributions()
-    if contributions is None:
-        return False
+    constant = view.examples.data_independent_gradient()
+    if contributions is None or constant is not None:
+        return False  # a penalty is added up as often as there are ranks, beside a right sum
     of_sum, of_mean = contributions.sum(0) - view.expected, contributions.mean(0) - view.expected
     return bool(of_sum.norm() < of_mean.norm())
 
@@ -330,15 +331,10 @@ def _division_by_node(view: View) -> Indication | None:
         if _is_that_of_losses(view, one.value):
             return Indication(False, "the losses at which backward began have this factor already")
         divided = line_that_scales_gradients(view, 1 / local)
+        line = None if divided is None else divided.line
         at_the_line = view.observed.calls.changes(lambda call: call.factor is not None)
-        factors = [
-            call.factor
-            for place in at_the_line
-            if divided is not None and place.line == divided.line
-            for calls in place.by_rank.values()
-            for call in calls
-        ]
-        if any(not losses_close(factor or 0.0, 1 / local) for factor in factors):
+        calls = (call for place in at_the_line if place.line == line for call in place.calls)
+        if any(not losses_close(call.factor or 0.0, 1 / local) for call in calls):
             return Indication(False, "the same line divides other gradients by other numbers")
         # With one rank on a node there is nothing to divide, and with one node it is right.
         if local > 1 and divided is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import torch
 
@@ -168,8 +169,7 @@ def _group_sizes(world_size: int) -> list[int]:
 
 def _parts_taken(view: View, run: Operations) -> Iterator[Indices]:
     """The examples that a rank has taken out of the batch together, where fewer than all."""
-    for tensor in tensors_of(view.setting.batch):
-        whole = Value.of(tensor).tensor
+    for whole in (one.tensor for one in _of_batch(view.setting.batch)):
         if not whole.ndim or len(whole) != view.setting.example_count:
             continue
         place = {row.numpy().tobytes(): number for number, row in enumerate(whole)}
@@ -250,17 +250,21 @@ def rows_of_the_loss(
     return Rows(each[0], turned, zip(each, parts, strict=True), torch.finfo(setting.dtype).eps)
 
 
+def _of_batch(batch: Any) -> list[Value]:
+    return [Value.of(one) for one in tensors_of(batch) if not (one.is_sparse or one.is_complex())]
+
+
 def _in_order(view: View, run: Operations, part: Indices) -> list[Value | None]:
     """What is taken of the batch, and all that operations return, in their order."""
     batch = take(view.setting.batch, part, view.setting.case.batch_dims)
     returned = (one for operation in run.operations for one in operation.returned)
     values = (None if one is None else run.values[one] for one in returned)
-    return [*map(Value.of, tensors_of(batch)), *values]
+    return [*_of_batch(batch), *values]
 
 
 def _known(view: View, recorded: Sequence[Operations], backward: bool) -> Iterator[Value]:
     """The values of the big batch, and those that the loss of the case makes of it."""
-    yield from map(Value.of, tensors_of(view.setting.batch))
+    yield from _of_batch(view.setting.batch)
     for run in recorded:
         yield from _values(run, backward)
 
