@@ -31,6 +31,8 @@ from ddp_equivalence.diagnosis.residual import fitted_mixture, nearest_factor, n
 from ddp_equivalence.diagnosis.rows_read import ExamplesRead, examples_read
 from ddp_equivalence.diagnosis.setting import Setting, StepCalls, calls_of_all_steps
 from ddp_equivalence.diagnosis.time_left import TimeLeft
+from ddp_equivalence.measurement.call_watch import MOST_LINES
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.measure import Measurement, work_of
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
 from ddp_equivalence.measurement.request import Request
@@ -434,6 +436,20 @@ class ObservedStep:
     def calls_of_all_steps(self) -> StepCalls:
         """The calls of this step and all others."""
         return calls_of_all_steps(self.by_rank)
+
+    @cached_property
+    def lines_run(self) -> Mapping[int, tuple[CodeLine, ...]]:
+        """Rank -> the lines of the user's code that it ran in this step, each once, in order.
+
+        Empty if a rank ran more lines than are remembered.
+        """
+        step = self.setting.step
+        if any(len(seen.lines_run) >= MOST_LINES for seen in self.by_rank.values()):
+            return {}
+        return {
+            rank: tuple(line for number, line in seen.lines_run if number == step)
+            for rank, seen in self.by_rank.items()
+        }
 
     @cached_property
     def examples_read(self) -> PartsByRank | None:

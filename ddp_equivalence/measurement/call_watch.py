@@ -72,14 +72,18 @@ MOST_IN_VAIN = 20
 
 Lines = tuple[CodeLine | None, CodeLine | None]
 
+MOST_LINES = 5_000
+"""Only so many different lines of the user's code are remembered."""
+
 
 class CallWatch:
     """Records what one rank's step does with the gradients of ``model``.
 
     ``sample``: the elements of each gradient that are kept. The caller says when the model is
     called, when backward runs and when a step begins. ``backwards``: the calls of backward that
-    have begun in this step. ``inside_model``: also follow the lines of the model's forward pass,
-    since a script may compute its loss there.
+    have begun in this step. ``lines_run``: the steps and lines of the user's code that have run,
+    each once, in the order of their first run; lines of the model's forward pass are not among
+    them. ``inside_model``: also follow these, since a script may compute its loss there.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class CallWatch:
         self._losses = LossWatch(self._on_loss)
         self._in_vain: dict[CodeLine, int] = {}
         self._synchronisation = SynchronisationWatch()
+        self.lines_run: dict[tuple[int, CodeLine], None] = {}
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._modules_seen: set[tuple[int, int]] = set()
         self._origins = TensorOrigins()
@@ -280,6 +285,9 @@ class CallWatch:
                 self._append(Kind.SYNCHRONISATION, (line, line), value=float(flag))
 
     def _note_flags_and_weights(self, line: CodeLine, by_value: bool) -> None:
+        key = self.step, line
+        if key not in self.lines_run and len(self.lines_run) < MOST_LINES:
+            self.lines_run[key] = None
         self._graph.after(line)
         if not self._flags_are_settled or _names_requires_grad(line.file, line.number):
             for required, names in self._weights.switched().items():

@@ -135,10 +135,11 @@ class Observation:
     step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
     that the rank issued; None if torch has no flight recorder. ``equal_examples``: groups of
     examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
-    gradients, in their order, with their lines. ``trace``: values on the way. ``own_backwards``:
-    the user's own backward methods that ran. ``draws``: the random numbers that were drawn, if they
-    were recorded, and ``left`` the sampled elements of the gradients that the first step left then.
-    ``draws`` is None without a record.
+    gradients, in their order, with their lines. ``lines_run``: the steps and the lines of the
+    user's code that ran, each once, in the order of their first run, without those of the forward
+    pass. ``trace``: values on the way. ``own_backwards``: the user's own backward methods that ran.
+    ``draws``: the random numbers that were drawn, if they were recorded, and ``left`` the sampled
+    elements of the gradients that the first step left then. ``draws`` is None without a record.
     """
 
     forwards: tuple[Forward, ...]
@@ -151,6 +152,7 @@ class Observation:
     collectives: tuple[Collective, ...] | None = None
     equal_examples: tuple[Indices, ...] = ()
     calls: tuple[Call, ...] = ()
+    lines_run: tuple[tuple[int, CodeLine], ...] = ()
     trace: Trace = field(default_factory=Trace)
     own_backwards: tuple[OwnBackward, ...] = ()
     draws: tuple[Draw, ...] | None = None

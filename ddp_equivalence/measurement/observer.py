@@ -164,6 +164,7 @@ class Observer:
             collectives=collectives,
             equal_examples=self._lookup.equal_examples(),
             calls=tuple(self._calls.calls),
+            lines_run=tuple(self._calls.lines_run),
             trace=self._calls.trace(self._modules),
             own_backwards=self._calls.events.own_backwards.found,
         )

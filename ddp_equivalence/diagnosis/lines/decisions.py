@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
 
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.lines.origins import Origin, Origins
-from ddp_equivalence.diagnosis.lines.source import RunLines, SourceLine, leaving, place_at
+from ddp_equivalence.diagnosis.lines.source import (
+    RunLines,
+    SourceLine,
+    leaving,
+    place_at,
+)
 from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine
-from ddp_equivalence.measurement.observation import Observation
+
+What = Literal["left", "condition"]
 
 
 @dataclass(frozen=True)
@@ -23,27 +32,30 @@ class Decision:
     """
 
     line: CodeLine
+    what: What
     note: str
     chosen: int = 0
     times: int = 0
     test: ast.expr | None = None
 
-    def pointed(self) -> PointedLine:
+    def pointed(self, is_fault: bool = True) -> PointedLine:
         """The line, to be shown in a report."""
-        return PointedLine(self.line, self.note, is_fault=True)
+        return PointedLine(self.line, self.note, is_fault)
 
 
 def decisions(run: RunLines, way: Sequence[CodeLine]) -> list[Decision]:
-    """What decided that a line ran: the lines that left a loop, and then the conditions, each the
-    nearest first.
+    """What decided that a line ran, the nearest first.
 
     ``way``: the line, and the lines that led to it, the innermost first. Conditions that were the
     same each time have decided nothing.
     """
-    places = [one for line in way if (one := place_at(line)) is not None and one.function]
-    left = [one for place in places for one in _ways_out(run, place)]
-    chosen = [one for place in places for one in conditions(run, place) if one.chosen < one.times]
-    return [*left, *chosen]
+    found: list[Decision] = []
+    for line in way:
+        place = place_at(line)
+        if place is not None and place.function is not None:
+            found += [one for one in conditions(run, place) if one.chosen < one.times]
+            found += _ways_out(run, place)
+    return found
 
 
 def conditions(run: RunLines, place: SourceLine) -> Iterator[Decision]:
@@ -80,8 +92,8 @@ def _condition(run: RunLines, place: SourceLine, node: ast.If, branch: str) -> D
     ):
         if times:
             seen = f"{test.id} is {'true' if is_true else 'false'} {chosen} of {times} times"
-        return Decision(set_by[0].line, seen, chosen, times)
-    return Decision(place.line(node), seen, chosen, times, node.test)
+        return Decision(set_by[0].line, "condition", seen, chosen, times)
+    return Decision(place.line(node), "condition", seen, chosen, times, node.test)
 
 
 def _ways_out(run: RunLines, place: SourceLine) -> Iterator[Decision]:
@@ -91,7 +103,7 @@ def _ways_out(run: RunLines, place: SourceLine) -> Iterator[Decision]:
             if run.count(place, node):
                 word = "returns" if isinstance(node, ast.Return) else "breaks"
                 note = f"{word} from inside the loop of line {loop.lineno}"
-                yield Decision(place.line(node), note)
+                yield Decision(place.line(node), "left", note)
 
 
 def meeting_lines(first: Call, second: Call) -> tuple[CodeLine, CodeLine] | None:
@@ -138,24 +150,24 @@ def _way(call: Call) -> tuple[CodeLine, ...]:
     return () if line is None else (line, *call.callers)
 
 
-def lines_only_on(observed: Mapping[int, Observation], ranks: Sequence[int]) -> list[PointedLine]:
-    """The first line that exactly these ranks ran, or exactly the others; [] if there is none.
+def where_they_part(view: View, ranks: Sequence[int]) -> PointedLine | None:
+    """The first line that only these ranks ran, or the last one before they left the others' way.
 
-    All steps count, and lines of the forward and the backward pass too.
+    None if their lines do not tell them from all others.
     """
-    others = tuple(rank for rank in observed if rank not in ranks)
-    if not ranks or not others:
-        return []
-    run: dict[CodeLine, list[int]] = {}
-    order: dict[CodeLine, int] = {}
-    for rank, seen in sorted(observed.items()):
-        for number, line in enumerate(seen.trace.lines_run or {}):
-            run.setdefault(line, []).append(rank)
-            order.setdefault(line, number)
-    found = [line for line, by in run.items() if tuple(by) in (tuple(ranks), others)]
-    if not found:
-        return []
-    # Up to the first line that not all ranks run, all of them have run the same lines.
-    first = min(found, key=lambda line: order[line])
-    who = f"{ranks_by_number(run[first])} {'runs' if len(run[first]) == 1 else 'run'}"
-    return [PointedLine(first, f"only {who} this line", is_fault=True)]
+    run_by = {rank: set(lines) for rank, lines in view.observed.lines_run.items()}
+    here = [run_by[rank] for rank in ranks if rank in run_by]
+    others = [rank for rank in run_by if rank not in ranks]
+    there = [run_by[rank] for rank in others]
+    if not there or len(here) < len(ranks):
+        return None
+    who, known = ranks_by_number(ranks), set.intersection(*here)
+    alone = known - set[CodeLine]().union(*there)
+    for line in view.observed.lines_run[ranks[0]]:
+        if line in alone:
+            return PointedLine(line, f"only {who} came here", is_fault=True)
+    missed = set.intersection(*there) - set[CodeLine]().union(*here)
+    for before, line in pairwise(view.observed.lines_run[others[0]]):
+        if line in missed and before in known:
+            return PointedLine(before, f"{who} did not go on from here", is_fault=True)
+    return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
-from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions, lines_only_on
+from ddp_equivalence.diagnosis.lines.decisions import conditions, decisions, where_they_part
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.origins import (
     Origin,
@@ -20,6 +20,7 @@ from ddp_equivalence.diagnosis.lines.origins import (
     gone_through,
     line_of_compared,
     made_of,
+    of_line,
     set_at,
 )
 from ddp_equivalence.diagnosis.lines.source import (
@@ -195,15 +196,32 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
     """
     run = run_lines(view, place.ranks[0])
     way = way_to(view, place.first)
-    for one in decisions(run, way):
-        return [*line_of_compared(run, one.test, one.line), one.pointed()]
+    decided = decisions(run, way)
+    for kind in ("left", "condition"):
+        for one in decided:
+            if one.what == kind:
+                return [*line_of_compared(run, one.test, one.line), one.pointed()]
     link = chosen(gone_through(run, way))
     if link is None:
-        made, note = place.first.made_at, f"makes the tensor that line {place.line.number} is given"
-        return [PointedLine(made, note, True)] if made and made != place.line else []
+        return lines_that_made(run, place, way[1:])
     note = f"makes {link.name}, from which the loop takes its values"
     note = note if link.name else "chooses what the loop goes over"
     return [PointedLine(link.line, note, True)] if link.line != place.line else []
+
+
+def lines_that_made(
+    run: RunLines, place: CallSite, callers: Sequence[CodeLine] = ()
+) -> list[PointedLine]:
+    """The line that made the tensor which a collective was given, or what it was made of."""
+    made_at = place.first.made_at
+    if made_at is None or made_at == place.line:
+        return []
+    made = chosen(of_line(run, made_at, callers))
+    if made is None or made.line in (made_at, place.line):
+        note = f"makes the tensor that line {place.line.number} is given"
+        return [PointedLine(made_at, note, True)]
+    note = f"gives {made.name}, of which line {made_at.number} is made"
+    return [PointedLine(made.line, note, True)]
 
 
 def lines_that_choose_elements(view: View) -> list[PointedLine]:
@@ -369,9 +387,9 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
         for place in calls.changes(lambda call: call.clears and call.backwards > 0)
         if set(place.ranks) == absent
     ]
-    parting = lines_only_on(view.observed.by_rank, ranks)
+    parting = where_they_part(view, ranks)
     if cleared or set(ranks_without_gradient(view)) >= absent:
-        return last_of(cleared, f"clears gradients on {who}") or parting
+        return last_of(cleared, f"clears gradients on {who}") or list(filter(None, [parting]))
     # A group of these ranks alone joins them with no other.
     without = [
         place
@@ -388,8 +406,10 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
     if without or made:
         reduced = last_of(without, f"reduces without {who}", is_fault=not made)
         return [*first_of(made), *reduced]
+    if parting is not None:
+        return [parting]
     reduced_by_ddp = calls.backwards if view.observed.wrappers else []
-    return parting or last_of(
+    return last_of(
         reduced_by_ddp, f"DDP reduces here; the gradients of {who} are missing in the result"
     )
 
@@ -411,11 +431,28 @@ OF_THE_GROUP = ("mesh", "device_mesh", "process_group")
 """The arguments that say among which ranks a wrapper reduces."""
 
 
+def in_small_groups(view: View) -> list[CallSite]:
+    """The lines that gave parameters to a wrapper or to FSDP, with a group of only some ranks."""
+
+    def is_small(call: Call) -> bool:
+        return bool(call.names) and 0 < len(call.ranks) < view.world_size
+
+    return view.observed.calls_of_all_steps.places(Kind.SHARDING, Kind.WRAP, where=is_small)
+
+
+def names_in_small_groups(view: View) -> set[str]:
+    """The parameters that these lines gave away."""
+    return _names(in_small_groups(view))
+
+
 def sharded_names(view: View) -> set[str]:
     """The parameters that were given to FSDP, which reduces their gradients; not those that it was
     told to ignore.
     """
-    places = view.observed.calls_of_all_steps.places(Kind.SHARDING)
+    return _names(view.observed.calls_of_all_steps.places(Kind.SHARDING))
+
+
+def _names(places: Sequence[CallSite]) -> set[str]:
     calls = (call for place in places for of_rank in place.by_rank.values() for call in of_rank)
     return {name for call in calls for name in call.names}
 
@@ -428,25 +465,28 @@ def lines_of_sharding(view: View) -> list[PointedLine]:
     ]
 
 
-def lines_of_small_groups(view: View) -> list[PointedLine]:
-    """The lines that gave a wrapper or FSDP parameters with a group of only some ranks, and what
-    made the group.
+def groups_of(place: CallSite) -> tuple[tuple[int, ...], ...]:
+    """The groups of the calls at this place, on all ranks, each once."""
+    return tuple(sorted({one.ranks for calls in place.by_rank.values() for one in calls}))
+
+
+def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> list[PointedLine]:
+    """The lines that gave a wrapper parameters with a group of some ranks, and what made the group.
+
+    ``names``: only of these parameters.
     """
-
-    def is_small(call: Call) -> bool:
-        return bool(call.names) and 0 < len(call.ranks) < view.world_size
-
     found: list[PointedLine] = []
-    given = view.observed.calls_of_all_steps.places(Kind.SHARDING, Kind.WRAP, where=is_small)
-    for place in given:
+    for place in in_small_groups(view):
+        given = [name for name in place.names if names is None or name in names]
+        if not given:
+            continue
         group = given_at(place.line, OF_THE_GROUP)
         run = run_lines(view, place.ranks[0])
         made = set_at(run, group).line if group is not None else place.line
         if made != place.line:
             found.append(PointedLine(made, f"makes the group of line {place.line.number}"))
-        groups = {one.ranks for calls in place.by_rank.values() for one in calls}
-        note = f"{place.first.what} in {groups_text(tuple(sorted(groups)))}: "
-        found.append(place.pointed(note + names_text(place.names), is_fault=True))
+        note = f"{place.first.what} in {groups_text(groups_of(place))}: {names_text(given)}"
+        found.append(place.pointed(note, is_fault=True))
     return found
 
 

@@ -291,17 +291,21 @@ class Origins:
                     if isinstance(node, RETURNS) and node.value:
                         yield from self._ran(file, node.value, name)
 
-    def chain(self, at: Origin) -> list[Origin]:
-        """What made an expression, the nearest first, as long as only one thing can be meant."""
+    def chain(self, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
+        """What made an expression, the nearest first, as long as only one thing can be meant.
+
+        ``way``: the lines that led to the function, which say which of its calls counts.
+        """
         if at.depth >= MOST_LINKS:
             return []
         given = [one for one in self.of(at) if not one.fills]
+        on_way = [one for one in given if any(_is_on(one.place, line) for line in way)]
         if given:
-            one = replace(given[0], depth=at.depth + 1)
-            is_sole = len({other.line for other in given}) == 1
-            return [one, *self.chain(one)] if is_sole else []
+            one = replace((on_way or given)[0], depth=at.depth + 1)
+            is_sole = len({other.line for other in on_way or given}) == 1
+            return [one, *self.chain(one, way)] if is_sole else []
         parts = (replace(at, expression=part) for part in _parts(at.expression))
-        return next(filter(None, map(self.chain, parts)), [])
+        return next(filter(None, (self.chain(one, way) for one in parts)), [])
 
     def all(self, begin: Sequence[Origin], deepest: int = MOST_EXPRESSIONS) -> list[Origin]:
         """All expressions that these were made of, the nearest first, with these."""
@@ -318,6 +322,10 @@ class Origins:
         for node, chooses in _mentions(at.expression, at.chooses):
             for one in self.of(replace(at, expression=node)):
                 yield replace(one, chooses=chooses, depth=at.depth + 1)
+
+
+def _is_on(place: SourceLine, line: CodeLine) -> bool:
+    return place.file == line.file and holds(place.statement, line.number)
 
 
 def _enclosing(file: str, function: Function) -> Function | None:
@@ -375,9 +383,18 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         yield from expression.elts
 
 
-def made_of(run: RunLines, at: Origin) -> list[Origin]:
+def made_of(run: RunLines, at: Origin, way: Sequence[CodeLine] = ()) -> list[Origin]:
     """What made an expression, the nearest first; with itself, if it selects."""
-    return [*([at] if at.selects else []), *Origins(run).chain(at)]
+    return [*([at] if at.selects else []), *Origins(run).chain(at, way)]
+
+
+def of_line(run: RunLines, line: CodeLine, way: Sequence[CodeLine] = ()) -> list[Origin]:
+    """What made the value that a line gives, and this value itself, the nearest first."""
+    place = place_at(line)
+    if place is None or place.value is None:
+        return []
+    own = Origin(place, place.value)
+    return [own, *Origins(run).chain(own, way)]
 
 
 def set_at(run: RunLines, given: Origin) -> Origin:
@@ -419,14 +436,14 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Origin]:
 
     ``way``: as in ``decisions``. The first line that stands in a loop counts.
     """
-    for line in way:
+    for number, line in enumerate(way):
         place = place_at(line)
         if place is None:
             continue
         for expression in _iterables(place, line.number):
             if isinstance(expression, ast.Call) and called_name(expression) == "range":
                 return []  # it counts, and goes through nothing that was made
-            return made_of(run, Origin(place, expression))
+            return made_of(run, Origin(place, expression), way[number + 1 :])
     return []
 
 
@@ -532,13 +549,20 @@ def _in_force(
     """
     if len({one.line for one in given}) == 1:
         return given[0]
-    lines = [line, *(one.line for one in given)]
-    around = [[each for each in classes_in(one.file) if holds(each, one.number)] for one in lines]
-    is_own = ast.unparse(node.value) == "self" and bool(around[0])
-    if not is_own or around.count(around[0]) < len(around):
+    place = place_at(line)
+    classes = {_class_of(one.place) for one in given}
+    if place is None or ast.unparse(node.value) != "self" or classes != {_class_of(place)}:
         return None
-    before = [one for one in given if 0 < run.last.get(one.line, 0) < run.last.get(line, 0)]
+    read = run.last.get(line, 0)
+    before = [one for one in given if 0 < run.last.get(one.line, 0) < read]
     return max(before, key=lambda one: run.last[one.line], default=None)
+
+
+def _class_of(place: SourceLine) -> str:
+    """The class in which a line stands; "" if none."""
+    line, every = place.statement.lineno, classes_in(place.file)
+    around = [one for one in every if one.lineno <= line <= (one.end_lineno or 0)]
+    return max(around, key=lambda one: one.lineno).name if around else ""
 
 
 def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, CodeLine]:

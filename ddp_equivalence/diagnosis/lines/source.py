@@ -61,6 +61,11 @@ class SourceLine:
         return value if isinstance(value, ast.expr) else None
 
     @property
+    def conditions(self) -> list[ast.If]:
+        """The conditions around the line, the innermost first."""
+        return [one.statement for one in self.around if isinstance(one.statement, ast.If)]
+
+    @property
     def loops(self) -> list[Loop]:
         """The loops whose bodies hold the line, the innermost first."""
         return [

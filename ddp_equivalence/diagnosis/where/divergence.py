@@ -30,6 +30,7 @@ from ddp_equivalence.diagnosis.where.loss import (
 from ddp_equivalence.diagnosis.where.relations import (
     RELATED,
     Rows,
+    Selection,
     Sharing,
     agree,
     found_in,
@@ -175,7 +176,14 @@ def logs_of(runs: OneRank, sharing: Sharing) -> TwoLogs:
     """The logs of both runs, with the parts that the ranks were seen to take of anything."""
     logs = TwoLogs(runs, sharing)
     found = found_in(logs.values(), sharing.selections)
-    return TwoLogs(runs, replace(sharing, others=tuple(found))) if found else logs
+    if not found:
+        return logs
+    logs = TwoLogs(runs, replace(sharing, others=tuple(found)))
+    rivals = logs.rivals()
+    if not rivals:
+        return logs
+    others = tuple(one for one in found if one not in rivals)
+    return TwoLogs(runs, replace(sharing, others=others), rivals)
 
 
 def _takes_parts(view: View) -> bool:
@@ -293,8 +301,9 @@ class Divergence:
     ``operation``: as it ran on one rank. ``by_rank``, ``alone``: its result; empty and None if only
     the ranks run it. ``is_certain``: the result made a gradient wrong. ``parts_of_sums``: the lines
     that made what it was given, where this is only a part of a sum, or a multiple. ``is_first``: it
-    ran before the first backward pass. ``joined``: a rank, and two examples whose rows it joins
-    there; None if it joins rows of the same examples.
+    ran before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one
+    rank has, where the other values that it meets are of those parts. ``joined``: a rank, and two
+    examples whose rows it joins there; None if it joins rows of the same examples.
     """
 
     operation: Operation
@@ -303,6 +312,8 @@ class Divergence:
     is_certain: bool
     parts_of_sums: Mapping[CodeLine, str] = field(default_factory=dict)
     is_first: bool = False
+    taken: Selection | None = None
+    elsewhere: Selection | None = None
     joined: tuple[int, int, int] | None = None
 
 
@@ -421,6 +432,7 @@ class _Search:
             is_certain,
             parts,
             number < next(backward, 0),
+            *self._logs.taken(by_rank, alone),
             self._joined(number),
         )
 

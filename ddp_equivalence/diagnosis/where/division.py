@@ -10,12 +10,16 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.decisions import lines_only_on
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
 from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine, all_divisors
-from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, odd_ranks
+from ddp_equivalence.diagnosis.where.gradient_path import (
+    at,
+    line_of,
+    lines_only_on,
+    odd_ranks,
+)
 from ddp_equivalence.diagnosis.where.own_gradient import SAME_LOSS, Compared
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import (

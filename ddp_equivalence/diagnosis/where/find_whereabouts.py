@@ -26,6 +26,8 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
     Compared,
     backward_lines,
     compared_with_rows,
+    fault_of_a_pass,
+    fault_of_losses,
     fault_of_own_gradient,
     idle_ranks,
     losses_are_right,
@@ -36,6 +38,7 @@ from ddp_equivalence.diagnosis.where.reduction import (
     fault_of_non_members,
     fault_of_reduction,
     fault_of_separate_groups,
+    fault_of_small_groups,
 )
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
@@ -68,12 +71,14 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
-    in_groups = fault_of_non_members(view)
+    in_groups = fault_of_non_members(view) or fault_of_small_groups(view)
     if in_groups is not None:
         return _in_step(view, in_groups)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
-        return not_seen("no backward pass was recorded whose gradients are those of the model")
+        return fault_of_losses(view) or not_seen(
+            "no backward pass was recorded whose gradients are those of the model"
+        )
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
@@ -126,7 +131,8 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
         )
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)
-    own = _own(pieces)
+    one_too_many = None if uniform is None else fault_of_a_pass(pieces, uniform)
+    own = one_too_many or _own(pieces)
     if uniform is not None:
         return own or not_seen(
             "all ranks hold the same multiple of what they computed together, but it was not "

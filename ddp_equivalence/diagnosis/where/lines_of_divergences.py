@@ -31,6 +31,7 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_LINES,
     Whereabouts,
     first_of_each_line,
+    positions_text,
 )
 from ddp_equivalence.measurement.calls import CodeLine, Kind
 
@@ -294,6 +295,18 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     if divergence.joined is not None:
         rank, one, other = divergence.joined
         return f"{name}: rank {rank} joins the row of example {one} with that of example {other}"
+    if divergence.taken is not None and divergence.elsewhere is not None:
+        rank = next(
+            rank
+            for rank, (here, there) in enumerate(
+                zip(divergence.taken.of_rank, divergence.elsewhere.of_rank, strict=True)
+            )
+            if here != there
+        )
+        here, there = (
+            positions_text(one.of_rank[rank]) for one in (divergence.taken, divergence.elsewhere)
+        )
+        return f"{name}: rank {rank} takes {here} here, and {there} elsewhere"
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.decisions import lines_only_on
 from ddp_equivalence.diagnosis.lines.of_reduction import (
+    groups_of,
+    in_small_groups,
     lines_of_hook_divisors,
     lines_of_no_sync,
+    lines_of_small_groups,
     lines_that_choose_elements,
     lines_that_choose_groups,
     lines_that_keep_from_reducing,
     lines_that_left_out,
     lines_that_set_groups,
+    names_in_small_groups,
     way_to,
 )
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
@@ -33,11 +36,12 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
     Path,
     at,
     done_text,
+    hooks,
     line_of,
+    lines_only_on,
     mix_text,
     odd_ranks,
     pointed,
-    same_mix,
     went_alike,
 )
 from ddp_equivalence.diagnosis.where.pieces import Pieces
@@ -112,7 +116,7 @@ def fault_of_reduction(
 
 
 def _is_right(mix: Mix | None, weight: float | None) -> bool:
-    uniform = None if mix is None else mix.uniform
+    uniform = None if mix is None or mix.of else mix.uniform
     if not uniform:
         return False
     return weight is None or abs(uniform - weight) <= SAME_WEIGHT * abs(weight)
@@ -186,7 +190,10 @@ class _Search:
         if not met or met[-1] + 1 >= len(states) or self.view.world_size == 1:
             return None
         right, wrong = states[met[-1]], states[met[-1] + 1]
-        what, text = done_text(wrong.call, self.pieces), self._text(wrong.mix)
+        what, text = (
+            done_text(wrong.call, self.pieces),
+            self._text(wrong.mix),
+        )
         return Whereabouts(
             "reduction",
             CHANGED_AFTERWARDS,
@@ -194,6 +201,7 @@ class _Search:
             distinct(
                 [
                     pointed(right, "they are right after this line"),
+                    *hooks(self.pieces, self.path, wrong),
                     pointed(wrong, f"{what}; now {text}", is_fault=True),
                     *self._gone_through(wrong.call),
                 ]
@@ -215,16 +223,16 @@ class _Search:
         return [PointedLine(link.line, f"gives {link.name}, from which the loop takes its values")]
 
     def _no_mixture(self) -> Whereabouts | None:
-        """The first line after which gradients are no mixture; one before any reduction comes
-        first, since what the others reduce has been spoilt there.
+        """The first line after which gradients are no mixture, or one of another parameter's; one
+        before any reduction comes first, since what the others reduce has been spoilt there.
         """
         found: list[tuple[bool, int, Path]] = []
         for path in self.bad:
-            if path.held is not None:
+            if path.held is not None and not path.held.of:
                 continue  # what was no mixture for a while became one again
             is_known = self.view.parameters.total_of(path.names) >= len(self.pieces.all) + SPARE
             for number, state in enumerate(path.states):
-                if state.mix is None and is_known:
+                if state.mix.of if state.mix is not None else is_known:
                     found.append((_sums(state.call), number, path))
                     break
         if not found:
@@ -232,7 +240,10 @@ class _Search:
         _, number, self.path = min(found, key=lambda one: one[:2])
         path, state = self.path, self.path.states[number]
         before = path.states[number - 1] if number else None
-        what, text = done_text(state.call, self.pieces), self._text(state.mix)
+        what, text = (
+            done_text(state.call, self.pieces),
+            self._text(state.mix),
+        )
         ranks = tuple(
             sorted({one.rank for one in self.bad if _first_other(one, state.call)})
             if state.call.collective is None
@@ -251,6 +262,7 @@ class _Search:
                 [
                     *lines_only_on(self.view.observed.by_rank, ranks),
                     pointed(before, f"they are {was}") if before is not None else None,
+                    *hooks(self.pieces, path, state),
                     pointed(state, f"{what}; now {text}", is_fault=True),
                 ]
             ),
@@ -259,6 +271,8 @@ class _Search:
 
     def _headline_of(self, state: AfterCall) -> str:
         collective = state.call.collective
+        if state.mix is not None:
+            return "a parameter gets the gradient of another one"
         if collective is None or collective.reduce_op in ("SUM", "AVG"):
             line = line_of(state.call)
             return f"line {line.number} {OTHER_NUMBERS}" if line else f"a line {OTHER_NUMBERS}"
@@ -269,7 +283,7 @@ class _Search:
     def _other_mixture(self) -> Whereabouts:
         """Which ranks or backward passes count as they should not."""
         mix = self.path.held
-        if mix is None:
+        if mix is None or mix.of:
             return self._some_elements() or self._of(
                 "the gradients are no weighted sum of the ranks'", "", []
             )
@@ -332,7 +346,11 @@ class _Search:
         known = [one for one in lines if one is not None]
         is_vague = not any(one.is_fault for one in known)
         last = [
-            pointed(one, f"after it: {self._text(one.mix)}", is_vague and not number)
+            pointed(
+                one,
+                f"after it: {self._text(one.mix)}",
+                is_vague and not number,
+            )
             for number, one in enumerate(self.path.states[: -MOST_SHOWN // 2 : -1])
         ]
         return Whereabouts(
@@ -399,8 +417,10 @@ class _Search:
                 others[-1].pointed(f"reduces others, not {names_text(path.names)}", is_fault=True),
             ]
         elif not reduced:
-            loops = (innermost_loop(way_to(view, one.first)) for one in exchanged)
-            lines += [at(loop, "exchanges tensors", True) for loop in loops]
+            lines += [
+                at(innermost_loop(way_to(view, one.first)), "exchanges tensors", True)
+                for one in exchanged
+            ]
             lines += [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
         elif copies and not written:
             back = "copy the result back to .grad"
@@ -537,10 +557,13 @@ class _Search:
         for here, there in zip(path.states, good.states, strict=False):
             if line_of(here.call) != line_of(there.call):
                 break
-            if path.rank == good.rank and not same_mix(here.mix, there.mix):
-                now, then = self._text(here.mix), self._text(there.mix)
+            if path.rank == good.rank and not _similar(here.mix, there.mix):
+                now, then = (
+                    self._text(here.mix),
+                    self._text(there.mix),
+                )
                 note = f"{done_text(here.call, self.pieces)}; {whose}: {then}; these: {now}"
-                return [pointed(here, note, is_fault=True)]
+                return [*hooks(self.pieces, path, here), pointed(here, note, is_fault=True)]
         mine = {line for line, _ in path.lines}
         same = [one for one in self.bad if set(one.names) & set(path.names)]
         elsewhere = {line: one.rank for one in same for line, _ in one.lines}
@@ -575,7 +598,7 @@ def _sums(call: Call) -> bool:
 def _first_other(path: Path, call: Call) -> bool:
     """True if the first state of a path that is no mixture was left by the same line."""
     for one in path.states:
-        if one.mix is None:
+        if one.mix is None or one.mix.of:
             return one.call.kind is Kind.CHANGE and one.call.line == call.line
     return False
 
@@ -586,6 +609,38 @@ def _counts(weights: dict[int, float], least: float) -> bool:
 
 def _numbers(numbers: set[int]) -> str:
     return ", ".join(str(one + 1) for one in sorted(numbers))
+
+
+def _similar(one: Mix | None, other: Mix | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
+    return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
+
+
+# Only some parameters differ: those that a wrapper reduces in a group of only some ranks.
+
+
+def fault_of_small_groups(view: View) -> Whereabouts | None:
+    """Which call gave the parameters that differ, and only these, a group without all ranks."""
+    wrong = view.measured.differing
+    in_small = names_in_small_groups(view)
+    if not wrong or wrong != in_small or len(wrong) == len(view.parameters.names):
+        return None  # what is right in such a group was reduced between the groups as well
+    names = tuple(name for name in view.parameters.names if name in wrong)
+    places = [place for place in in_small_groups(view) if wrong & set(place.names)]
+    where = groups_text(tuple(sorted({one for place in places for one in groups_of(place)})))
+    what = " and ".join(dict.fromkeys(place.first.what for place in places))
+    return Whereabouts(
+        "reduction",
+        "some parameters are reduced in smaller groups",
+        f"{what} was given {names_text(names)} with {where}, not with all {view.world_size} ranks. "
+        "All other parameters are right.",
+        distinct(lines_of_small_groups(view, names)),
+        names,
+        tuple(range(view.world_size)),
+        fix=f"give {names_text(names)} the mesh or group of all {view.world_size} ranks.",
+    )
 
 
 # A collective does nothing on a rank that is not in its group: torch prints a warning.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain, islice, product
 from typing import Literal
@@ -57,6 +57,11 @@ class Selection:
         """True if the ranks have parts that together are the whole, each position equally often."""
         times = Counter(chain.from_iterable(self.of_rank))
         return len(self.groups) > 1 and len(times) == self.size and len({*times.values()}) == 1
+
+    def rivals(self, other: Selection) -> bool:
+        """True if the same ranks have other parts of something equally large."""
+        same = self.size == other.size and self.groups == other.groups
+        return same and self.of_rank != other.of_rank
 
 
 def index_of(positions: Sequence[int], size: int, of: int, *, side_by_side: bool) -> Tensor:
@@ -224,42 +229,52 @@ class Sharing:
         return tuple(dict.fromkeys(found))
 
 
-def related(by_rank: Sequence[Value], alone: Value, sharing: Sharing) -> Relation:
-    """How the values of the ranks are related to that of one rank alone."""
+@dataclass(frozen=True)
+class Related:
+    """``how``: the ranks' values are related to that of one rank. ``by``: the selections with
+    which their parts were taken.
+    """
+
+    how: Relation
+    by: frozenset[Selection] = field(default_factory=frozenset)
+
+
+def related(by_rank: Sequence[Value], alone: Value, sharing: Sharing) -> Related:
+    """How the values of the ranks are related to that of one rank alone, and what shows it."""
     whole = alone.tensor
     parts = [one.tensor for one in by_rank]
     if any(bool(one.isnan().any()) for one in (whole, *parts)):
-        return "unknown"
+        return Related("unknown")
     whole, *parts = finite([whole, *parts])
     close = Close.of([whole, *parts], sharing.eps, sharing.scale)
     factors = sharing.factors if alone.is_floating_point else sharing.factors[:1]
     is_alike = all(part.shape == whole.shape for part in parts)
     if is_alike:
         if _is_whole(parts, whole, factors[:1], close):
-            return "whole"
+            return Related("whole")
         if _is_whole(parts, whole, factors, close):
-            return "scaled"
+            return Related("scaled")
         if _is_sum(parts, whole, factors, close):
-            return "sum"
+            return Related("sum")
         if not alone.is_floating_point and alone.dtype != "bool" and are_shifted(parts, whole):
-            return "positions"
+            return Related("positions")
     elif not alone.is_floating_point and go_further(parts, whole):
-        return "unknown"
+        return Related("unknown")
     is_comparable = is_alike
-    for wholes in islice(_choices(parts, whole, sharing), MOST_CHOICES):
+    for wholes, by in islice(_choices(parts, whole, sharing), MOST_CHOICES):
         is_comparable = True
         if _is_whole(parts, wholes, factors, close):
-            return "rows"
+            return Related("rows", by)
         if any(_is_sum_in(groups, parts, wholes, factors, close) for groups in sharing.groups):
-            return "sum"
+            return Related("sum", by)
     if is_alike:
-        return _of_numbers(parts, whole, close)
+        return Related(_of_numbers(parts, whole, close))
     if is_comparable:
-        return "other"
+        return Related("other")
     slices = _slices_of_flat(parts, whole)
     if slices is not None:
-        return "slice" if _is_whole(parts, slices, factors, close) else "other"
-    return "unknown"
+        return Related("slice" if _is_whole(parts, slices, factors, close) else "other")
+    return Related("unknown")
 
 
 def _is_whole(
@@ -325,11 +340,13 @@ def _of_numbers(parts: Sequence[Tensor], whole: Tensor, close: Close) -> Relatio
     return "packed" if all(numbers) else "other"
 
 
-Choice = list[Tensor] | None
-"""For each rank, its positions along one dimension; None: all of it, as it is."""
+Choice = tuple[Selection | None, list[Tensor] | None]
+"""A selection along one dimension, and for each rank the positions; None: all of it, as it is."""
 
 
-def _choices(parts: Sequence[Tensor], whole: Tensor, sharing: Sharing) -> Iterator[list[Tensor]]:
+def _choices(
+    parts: Sequence[Tensor], whole: Tensor, sharing: Sharing
+) -> Iterator[tuple[list[Tensor], frozenset[Selection]]]:
     """The part of ``whole`` that each rank may have: along some dimensions, or all of it in the
     order in which the ranks have their parts.
     """
@@ -337,22 +354,23 @@ def _choices(parts: Sequence[Tensor], whole: Tensor, sharing: Sharing) -> Iterat
         return
     dims = [list(_along(dim, parts, whole, sharing)) for dim in range(whole.ndim)]
     for choice in product(*dims):
-        if all(index is None for index in choice):
+        by = frozenset(one for one, _ in choice if one is not None)
+        if not by:
             continue
         wholes = []
         for rank in range(len(parts)):
             part = whole
-            for dim, index in enumerate(choice):
+            for dim, (_, index) in enumerate(choice):
                 part = part if index is None else part.index_select(dim, index[rank])
             wholes.append(part)
-        yield wholes
+        yield wholes, by
 
 
 def _along(dim: int, parts: Sequence[Tensor], whole: Tensor, sharing: Sharing) -> Iterator[Choice]:
     size = whole.shape[dim]
     sizes = [part.shape[dim] for part in parts]
     if all(one == size for one in sizes):
-        yield None
+        yield None, None
     for one in sharing.selections:
         each = size // one.size if one.size and size % one.size == 0 else 0
         if not each:
@@ -362,14 +380,17 @@ def _along(dim: int, parts: Sequence[Tensor], whole: Tensor, sharing: Sharing) -
         every = tuple(range(one.size))
         if taken and any(positions != every for positions in one.of_rank):
             for side_by_side in orders:
-                yield [
-                    index_of(positions, one.size, size, side_by_side=side_by_side)
-                    for positions in one.of_rank
-                ]
+                yield (
+                    one,
+                    [
+                        index_of(positions, one.size, size, side_by_side=side_by_side)
+                        for positions in one.of_rank
+                    ],
+                )
         if one.gathered and all(number == size for number in sizes):
             for side_by_side in orders:
                 index = index_of(one.gathered, one.size, size, side_by_side=side_by_side)
-                yield [index] * len(parts)
+                yield one, [index] * len(parts)
 
 
 def _slices_of_flat(parts: Sequence[Tensor], whole: Tensor) -> list[Tensor] | None:

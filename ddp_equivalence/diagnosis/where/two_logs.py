@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from math import prod
 
 from ddp_equivalence.diagnosis.where.relations import (
     MOST_PACKED,
+    Related,
     Relation,
+    Selection,
     Sharing,
     Values,
     related,
@@ -19,20 +23,25 @@ from ddp_equivalence.measurement.measure import OneRank
 PACKING = ("stack", "cat")
 """Operations that put several values into one tensor."""
 
-Given = tuple[Relation, Operation | None]
+Given = tuple[Related, Operation | None]
 """How a value is related to that on one rank, and the operation that wrote it."""
 
 
 class TwoLogs:
     """``alone``: what one rank ran; ``ranks``: what each rank ran. Operations are meant by their
     number on one rank. ``partners``: for each rank, that number -> the number on this rank.
+    ``rivals``: parts that ranks were seen to take, and those parts with which they do not go
+    together.
     """
 
-    def __init__(self, runs: OneRank, sharing: Sharing) -> None:
+    def __init__(
+        self, runs: OneRank, sharing: Sharing, rivals: Mapping[Selection, Selection] | None = None
+    ) -> None:
         self.alone = runs.alone
         self.ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
         self.partners = list(partners(self.alone, self.ranks))
         self.sharing = sharing
+        self._rivals = rivals or {}
         self._related = cache(self._relation_of)
         self._positions = set[int]()
         self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
@@ -57,7 +66,7 @@ class TwoLogs:
 
     def is_wrong(self, name: str, value: int) -> bool:
         """True if the ranks hold another gradient than one rank, whose value has this number."""
-        return self._related(tuple(one.left.get(name) for one in self.ranks), value) == "other"
+        return self._related(tuple(one.left.get(name) for one in self.ranks), value).how == "other"
 
     def readers(self, number: int) -> Sequence[int]:
         """The operations that read what this one wrote."""
@@ -84,7 +93,7 @@ class TwoLogs:
         ]
         return tuple(by_rank), None if alone is None else self.alone.values[alone]
 
-    def given(self, number: int) -> Iterator[Given]:
+    def given(self, number: int) -> Iterator[tuple[Relation, Operation | None]]:
         """How each value that the operation was given is related to that on one rank, and which
         operation wrote it: on one rank or, if none did there, on any of the ranks.
         """
@@ -92,10 +101,12 @@ class TwoLogs:
         for relation, writer in self.relations(number):
             # The largest of all counts only where ranks find it.
             is_sent = operation.talks or operation.name in PACKING
-            yield "other" if relation == "extreme" and not is_sent else relation, writer
+            yield "other" if relation.how == "extreme" and not is_sent else relation.how, writer
 
     def relations(self, number: int) -> Iterator[Given]:
-        """As ``given``, whoever reads the value. Nothing if not all ranks run the operation."""
+        """As ``given``, with the parts that the ranks have of each value. Nothing if the operation
+        does not run on all ranks.
+        """
         operation = self.alone.operations[number]
         each = self.on_ranks(number)
         if len(each) < len(self.ranks):
@@ -105,8 +116,9 @@ class TwoLogs:
         ):
             relation = self._related(tuple(one.given[place] for one in each), alone)
             if writer is not None:
-                may_be = relation in ("other", "extreme") and writer in self._positions
-                yield "positions" if may_be else relation, self.alone.operations[writer]
+                may_be = relation.how in ("other", "extreme")
+                found = Related("positions") if may_be and writer in self._positions else relation
+                yield found, self.alone.operations[writer]
                 continue
             on_ranks = [
                 of_rank.operations[on_rank]
@@ -116,7 +128,7 @@ class TwoLogs:
             yield relation, on_ranks[0] if on_ranks else None
         if number in self._read_as_numbers:
             writer = self._read_as_numbers[number]
-            yield self.result(writer), self.alone.operations[writer]
+            yield Related(self.result(writer)), self.alone.operations[writer]
 
     def number_after(self, number: int) -> int | None:
         """The operation whose result Python has read and given to this one, as a number."""
@@ -137,12 +149,49 @@ class TwoLogs:
         if alone is not None and None not in by_rank:
             yield self._values_of(by_rank), self.alone.values[alone]
 
+    def taken(
+        self, by_rank: Sequence[Value], alone: Value | None
+    ) -> tuple[Selection | None, Selection | None]:
+        """With which selection the ranks have parts of a value, if that is one of the rivals, and
+        the one that is used elsewhere.
+        """
+        for rival, usual in self._rivals.items():
+            sharing = replace(self.sharing, others=(*self.sharing.others, rival))
+            if alone is not None and rival in related(by_rank, alone, sharing).by:
+                return rival, usual
+        return None, None
+
+    def rivals(self) -> dict[Selection, Selection]:
+        """Selections that do not go together with others, which are more frequent.
+
+        An operation was given parts that were taken with both, and its result is another one.
+        """
+        votes: Counter[Selection] = Counter()
+        pairs: list[tuple[Selection, Selection]] = []
+        for number, operation in enumerate(self.alone.operations):
+            if operation.in_backward or not self.on_ranks(number):
+                continue
+            given = [relation.by for relation, _ in self.relations(number)]
+            votes.update(one for by in given for one in by)
+            if self.result(number) == "other":
+                pairs += [
+                    (one, other)
+                    for by in given
+                    for one in by
+                    for others in given
+                    for other in others - by
+                    if one.rivals(other)
+                ]
+        rows = self.sharing.selections[0]
+        ordered = [sorted(pair, key=lambda one: (one == rows, votes[one])) for pair in pairs]
+        return {one[0]: one[1] for one in ordered}
+
     def _places(self, number: int) -> range:
         return range(len(self.alone.operations[number].returned))
 
     def _of_result(self, number: int, place: int) -> Relation:
         values = tuple(one.returned[place] for one in self.on_ranks(number))
-        how = self._related(values, self.alone.operations[number].returned[place])
+        how = self._related(values, self.alone.operations[number].returned[place]).how
         how = "other" if how == "extreme" and not self._is_sent(number) else how
         return "positions" if how == "other" and number in self._positions else how
 
@@ -153,7 +202,7 @@ class TwoLogs:
         returned = self.alone.operations[number].returned
         made = [self.alone.values[one] for one in returned if one is not None]
         return not any(one.is_floating_point for one in made) and any(
-            relation == "positions" for relation, _ in self.relations(number)
+            relation.how == "positions" for relation, _ in self.relations(number)
         )
 
     def _is_sent(self, number: int) -> bool:
@@ -169,9 +218,9 @@ class TwoLogs:
             if number in partners
         ]
 
-    def _relation_of(self, by_rank: tuple[int | None, ...], alone: int | None) -> Relation:
+    def _relation_of(self, by_rank: tuple[int | None, ...], alone: int | None) -> Related:
         if alone is None or None in by_rank or len(by_rank) < len(self.ranks):
-            return "unknown"
+            return Related("unknown")
         return related(self._values_of(by_rank), self.alone.values[alone], self.sharing)
 
     def _values_of(self, by_rank: Sequence[int | None]) -> list[Value]:

@@ -38,6 +38,7 @@ from tests.package.pointed_at import (
     marked_case,
     mean_loss,
     notes,
+    text_of,
 )
 
 pytestmark = pytest.mark.self_check
@@ -250,6 +251,16 @@ class Meshes:
     @property
     def of_a_node(self) -> DeviceMesh:
         return self.all["inner"]
+
+
+def shards_the_last_on_a_node(model: Any, shard: Rows, rank: Any) -> dict[str, Tensor]:
+    meshes = Meshes(rank)
+    for layer in list(model)[::2]:
+        mesh = meshes.of_a_node if layer is model[-1] else meshes.all
+        fully_shard(layer, mesh=mesh)
+    sharded: Any = fully_shard(model, mesh=meshes.all)
+    mean_loss(sharded, shard).backward()
+    return {name: whole(one.grad) for name, one in sharded.named_parameters()}
 
 
 def shards_all_on_a_node(model: Any, shard: Rows, rank: Any) -> dict[str, Tensor]:
@@ -520,3 +531,14 @@ def test_shares_that_are_right_are_not_said_to_overlap() -> None:
 def test_a_rank_outside_the_group_of_the_others_is_not_said_to_have_reduced_anything() -> None:
     verdict = checked(ONE_NODE, group_without_the_last, "rank_left_out")
     assert "rank 3 reduced" not in verdict.full_report()
+
+
+def test_the_wrapper_that_got_too_small_a_group_for_some_parameters_is_pointed_at() -> None:
+    verdict = check(TWO_NODES, shards_the_last_on_a_node)
+    assert verdict.outcome == "different"
+    where = verdict.localisation.whereabouts
+    assert where is not None, verdict
+    assert where.headline == "some parameters are reduced in smaller groups", verdict
+    assert set(where.parameters) == {"4.weight", "4.bias"}
+    assert "fully_shard(layer, mesh=mesh)" in [text_of(one) for one in where.lines if one.is_fault]
+    assert "with groups {0, 1} and {2, 3}, not with all 4 ranks" in where.sentence

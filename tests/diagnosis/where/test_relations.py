@@ -49,7 +49,7 @@ TERM = torch.randn(4, generator=generator, dtype=torch.float64)
 def test_what_a_right_step_shares_is_related(
     sharing: Sharing, whole: Tensor, parts: list[Tensor]
 ) -> None:
-    assert related([Value.of(part) for part in parts], Value.of(whole), sharing) in RELATED
+    assert related([Value.of(part) for part in parts], Value.of(whole), sharing).how in RELATED
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_a_right_step_shares_is_related(
 def test_what_a_right_step_does_not_share_is_another_value(
     sharing: Sharing, whole: Tensor, parts: list[Tensor]
 ) -> None:
-    assert related([Value.of(part) for part in parts], Value.of(whole), sharing) == "other"
+    assert related([Value.of(part) for part in parts], Value.of(whole), sharing).how == "other"
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_what_a_right_step_does_not_share_is_another_value(
     ],
 )
 def test_values_that_cannot_be_compared_are_unknown(whole: Tensor, parts: list[Tensor]) -> None:
-    assert related([Value.of(part) for part in parts], Value.of(whole), EQUAL) == "unknown"
+    assert related([Value.of(part) for part in parts], Value.of(whole), EQUAL).how == "unknown"
 
 
 def test_rounding_of_gradients_that_should_be_zero_is_no_other_value() -> None:
     tiny = torch.full((4,), 1e-17, dtype=torch.float64)
     sharing = Sharing(EQUAL.rows, EQUAL.examples, scale=1.0)
     parts = [Value.of(3 * tiny), Value.of(-5 * tiny)]
-    assert related(parts, Value.of(tiny), sharing) in RELATED
+    assert related(parts, Value.of(tiny), sharing).how in RELATED
