@@ -17,6 +17,11 @@ from ddp_equivalence.diagnosis.time_left import BY_EXAMPLE, BY_RANK
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
+NOISE = 10.0
+"""Shares of a group differ if they do so by this many times what the fit leaves unexplained, which
+its condition number may magnify.
+"""
+
 MAX_EXAMPLES = 1024
 MAX_VALUES = 4_000_000
 """If there are more examples, or more examples x elements, the examples are not fitted one by one,
@@ -106,7 +111,7 @@ def _shares(
 
     def ends(row: ShareRow, group: Indices) -> tuple[float, float] | None:
         known = [share for index in group if (share := row[piece_of[index]]) is not None]
-        noise = 10 * fit.condition * max(fit.unexplained.values())
+        noise = NOISE * fit.condition * max(fit.unexplained.values())
         return (min(known), max(known)) if known and max(known) - min(known) > noise else None
 
     shards, parts_by_rank = view.parts.examples_by_rank, view.parts.by_rank or ()

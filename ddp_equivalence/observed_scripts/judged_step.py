@@ -50,7 +50,7 @@ from ddp_equivalence.diagnosis.where.divergence import (
 )
 from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_of_divergences
-from ddp_equivalence.diagnosis.where.relations import Rows, Sharing
+from ddp_equivalence.diagnosis.where.relations import Sharing
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.measure import Measurement, OneRank, autocast_of, finished
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
@@ -435,7 +435,7 @@ class AnalysisOfScript(Analysis):
         return BesideOneRank(
             is_right_alone=True,
             factor_alone=1.0,
-            divergences=divergences(logs, Rows),
+            divergences=divergences(logs),
             past_autograd=past_autograd(logs),
         )
 

@@ -40,9 +40,9 @@ class Shape:
 
     ``width``: of a screen. ``code``: lines of code. ``texts``: the lines that one text may take.
     ``line_notes``: those of the note on a line of code. ``bare``: so many of the last lines have
-    none, if they are not faulty. ``fix``: those of the fix, which is cut
-    last. ``rows``: of a table; 0 stands for words in its place. ``details``: also what belongs to
-    single rows of the table. ``listed``: the lines of a list. ``notes``: the lines of all notes.
+    none, if they are not faulty. ``fix``: those of the fix, which is cut last. ``rows``: of a
+    table; 0 stands for words in its place. ``details``: also what belongs to single rows of the
+    table. ``listed``: the lines of a list. ``notes``: the lines of all notes.
     ``gaps``: the empty lines between the blocks: all three, without that above the fix, only that
     above the table, or none.
     """
@@ -278,7 +278,7 @@ class Code:
 
 # How a line of code is named in a report.
 
-LONGEST_PATH = 40
+LONGEST_PATH = 30
 """A longer path is shortened to the name of its file."""
 
 
@@ -296,9 +296,8 @@ def place_name(line: CodeLine) -> str:
 
 def defined_at(step: object) -> CodeLine | None:
     """The line that defines the step; None for a name, and for what is not written in Python."""
-    with suppress(
-        ValueError, OSError, TypeError, KeyError
-    ):  # wrappers in a cycle, or nothing to be read
+    # Wrappers may form a cycle, or have nothing to be read.
+    with suppress(ValueError, OSError, TypeError, KeyError):
         function: Any = inspect.unwrap(step) if callable(step) else step
         while isinstance(function, functools.partial):
             function = function.func

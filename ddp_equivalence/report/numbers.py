@@ -89,18 +89,20 @@ def holders(ranks: Sequence[int], count: int, names: Callable[[Sequence[int]], s
 WORST_FIT = 0.01
 """If no mixture of the examples explains more than this part, their shares say nothing."""
 
+LARGEST_NOISE = 0.1
+"""Shares that are off by more are not taken for noise, however badly the fit is determined."""
+
 MOST_WEIGHTS = 6
+"""More different weights than this, of both signs, are no counts."""
 
 
 def can_be_shown(shares: Shares) -> bool:
     """True if what the ranks hold is a mixture of examples, and no other mixture fits as well."""
     unexplained = max(shares.unexplained.values())
     known = [share for row in _finest_rows(shares) for share in row if share is not None]
-    error = shares.condition * unexplained
-    is_noise = unexplained > ROUNDING and (
-        any(share < -OFF for share in known)
-        or (OFF < max((abs(share - 1) for share in known), default=0.0) <= min(error, 0.1))
-    )
+    noise = min(shares.condition * unexplained, LARGEST_NOISE)
+    off = max((abs(share - 1) for share in known), default=0.0)
+    is_noise = unexplained > ROUNDING and (min(known, default=0.0) < -OFF or OFF < off <= noise)
     if unexplained > WORST_FIT or is_noise or has_too_few_elements(shares):
         return False
     return not any(map(_are_no_counts, _finest_rows(shares)))
@@ -571,8 +573,7 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
             name = ""
         lines.append(Line(f"    {name:<{width + 2}}{_numbers(parameter)}"))
         lines += _element(parameter)
-    if len(differing) > len(shown):
-        more = len(differing) - len(shown)
+    if more := len(differing) - len(shown):
         lines.append(Line(f"    ... and {more} more (the worst are shown)"))
     right = [one.name for one in parameters if one.same and one.ranks_agree]
     if right:  # often they tell where the difference comes from

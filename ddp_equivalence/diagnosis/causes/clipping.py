@@ -32,16 +32,12 @@ from ddp_equivalence.diagnosis.means_of_parts import (
     gradients_by_backward,
     replayed,
 )
-from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
 EQUAL = 1e-3
 """Factors and norms whose relative difference is smaller are equal."""
-
-EQUAL_NORMS = 1e-4
-"""Norms of single parameters are equal if their relative difference is smaller."""
 
 
 def _clips_of_rank_0(view: View) -> list[Clip]:
@@ -222,15 +218,9 @@ def _partial_clips(view: View) -> list[Clip]:
 
 
 def _clipped_in_parts(view: View) -> Sequence[Prediction]:
-    """The clippings that were seen, after the reduction and where they were; else what equal norms
-    of several parameters tell.
-    """
-    if not view.measured.is_known:
-        return ()
-    whole, clips = view.parameters.sample.is_whole, _partial_clips(view)
-    if not clips:
-        return _by_equal_norms(view) if whole else ()
-    if not whole and not all(clip.norms for clip in clips):
+    """The clippings that were seen, after the reduction and where they were."""
+    clips = _partial_clips(view) if view.measured.is_known else []
+    if not clips or not (view.parameters.sample.is_whole or all(clip.norms for clip in clips)):
         return ()
     after = view.expected[None]
     for clip in clips:
@@ -239,42 +229,6 @@ def _clipped_in_parts(view: View) -> Sequence[Prediction]:
     held = _replayed(view)
     replays = [] if held is None else [Prediction(held, detail)]
     return *on_every_rank(view, after[0], detail=detail), *replays
-
-
-def _by_equal_norms(view: View) -> Sequence[Prediction]:
-    """Code that clips by hand: several parameters have the same norm, which no other exceeds."""
-    measured = view.measured.by_rank
-    if not view.measured.is_finite or view.measured.ranks_differ:
-        return ()
-    kept = {name: _multiple(view, name, measured[0]) for name in view.parameters.names}
-    norms = {
-        name: float(measured[0][place].norm()) for name, place in view.parameters.places.items()
-    }
-    shrunk = [
-        name for name, factor in kept.items() if factor is not None and factor < 1 - EQUAL_NORMS
-    ]
-    if len(shrunk) < 2 or None in kept.values():
-        return ()
-    max_norm = sum(norms[name] for name in shrunk) / len(shrunk)
-    if any(abs(norms[name] - max_norm) > EQUAL_NORMS * max_norm for name in shrunk):
-        return ()
-    if len({kept[name] for name in shrunk}) < 2:
-        return ()  # all were multiplied by one number
-    held = view.expected[None]
-    for name in view.parameters.names:
-        held = clipped(view, held, Clip(max_norm, (name,), added=0.0))
-    detail = f"{len(shrunk)} parameters have a gradient of norm {text_of(max_norm, '.3g')}"
-    return (Prediction(view.on_every_rank(held[0]), detail, fitted=True),)
-
-
-def _multiple(view: View, name: str, measured: Tensor) -> float | None:
-    """What this parameter's right gradient was multiplied by; None if it is no multiple of it."""
-    place = view.parameters.places[name]
-    right, held = view.expected[place], measured[place]
-    if not bool(torch.any(right)):
-        return 1.0 if not bool(torch.any(held)) else None
-    factor = float(held @ right) / float(right @ right)
-    return factor if factor > 0 and nearly_equal(held, factor * right) else None
 
 
 def _partial_clips_seen(view: View) -> Indication | None:
@@ -289,17 +243,9 @@ def _partial_clips_seen(view: View) -> Indication | None:
 
 
 def _lines_in_parts(view: View) -> Sequence[PointedLine]:
-    """The clipping, or the line that multiplies gradients by several numbers."""
-    calls = view.observed.calls
-    for place in calls.places(Kind.CLIP, where=clips_norm)[-1:]:
-        note = f"{len(place.calls)} times, each time with {len(place.first.names)} gradient"
-        return [place.pointed(note, is_fault=True)]
-    scaling = [
-        place
-        for place in calls.changes(lambda call: bool(call.factor))
-        if len({call.factor for call in place.calls}) > 1
-    ]
-    return last_of(scaling, "multiplies gradients by different numbers")
+    places = view.observed.calls.places(Kind.CLIP, where=clips_norm)[-1:]
+    note = "{} times, each time with {} gradient"
+    return [one.pointed(note.format(len(one.calls), len(one.first.names)), True) for one in places]
 
 
 class _ScaledClip(NamedTuple):

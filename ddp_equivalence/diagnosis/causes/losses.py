@@ -33,12 +33,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     micro_batches_of_a_rank,
     on_several_ranks,
 )
-from ddp_equivalence.diagnosis.lines.of_loss import (
-    last_backward,
-    line_of_loss,
-    line_of_unscaled_loss,
-    losses_before,
-)
+from ddp_equivalence.diagnosis.lines.of_loss import last_backward, line_of_loss, losses_before
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
     common_factor,
@@ -395,7 +390,7 @@ def _losses_make_up_the_big_batch(view: View) -> bool:
 def _lines_of_sum(view: View) -> Sequence[PointedLine]:
     factor = common_factor(view)
     note = "a sum, not a mean" + (f": {text_of(factor, '.6g')} times too large" if factor else "")
-    return in_order(view, line_of_unscaled_loss(view, note, True), line_of_reduction(view))
+    return in_order(view, line_of_loss(view, note, True), line_of_reduction(view))
 
 
 # Every rank computes the loss of the whole batch, but only its own part carries a gradient.

@@ -434,13 +434,9 @@ def _mend_others(view: View) -> str:
         return either + (", or do not keep them from DDP." if _lines_that_keep_out(view) else ".")
     if any(wrapper.ignored for wrapper in view.observed.wrappers):
         return f"do not let DDP ignore {left_out}."
-    they = (
-        "are parameters of it that require"
-        if " and " in left_out or "," in left_out
-        else "is a parameter of it that requires"
-    )
     return (
-        f"wrap the model once {left_out} {they} gradients, and use the wrapper in every iteration."
+        f"wrap the model when it already has {left_out} with requires_grad=True, and use the "
+        "wrapper in every iteration."
     )
 
 

@@ -419,11 +419,8 @@ def _lines_of_race(view: View) -> Sequence[PointedLine]:
         return [*hooks, place.pointed(note, is_fault=True)]
     last = max((call.backwards for call in calls.of(0)), default=0)
     early = [place for place in calls.reductions if place.first.backwards < last]
-    late = calls.backwards[-1:]
-    shown = first_of(early, "ran before the last backward"), last_of(late, is_fault=False)
-    if early and late:
-        return at_meeting(shown[0][0], shown[1][0], early[0].first, late[0].calls[-1])
-    return [*shown[0], *shown[1]]
+    shown = first_of(early, "ran before the last backward")
+    return [*shown, *last_of(calls.backwards, is_fault=False)]
 
 
 def _with_earlier(view: View) -> Sequence[Prediction]:

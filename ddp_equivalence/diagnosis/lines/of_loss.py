@@ -68,21 +68,6 @@ def line_of_loss(
     return _pointed(backward, note, is_fault, missing)
 
 
-def line_of_unscaled_loss(view: View, note: str, is_fault: bool = False) -> PointedLine | None:
-    """The line that made the loss of the last backward, before others multiplied or divided it."""
-    backward = last_backward(view)
-    if backward is None:
-        return None
-    made: Call | None = None
-    for loss in losses_before(view, backward):
-        is_new = made is None or not _equal(made.value, loss.value)
-        if is_new and (made is None or not loss.what.startswith(SCALING)):
-            made = loss
-        if _equal(loss.value, backward.value):
-            break
-    return _pointed(made or backward, note, is_fault)
-
-
 def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
     """The line that multiplies the loss by this number; None if none was seen."""
     backward = last_backward(view)

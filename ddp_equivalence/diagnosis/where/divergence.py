@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import chain, combinations
+from itertools import chain
 
 import torch
 
@@ -32,13 +32,13 @@ from ddp_equivalence.diagnosis.where.relations import (
     Rows,
     Selection,
     Sharing,
-    agree,
     found_in,
 )
 from ddp_equivalence.diagnosis.where.step_and_loss import (
     VIEWS,
     StepAndLoss,
     compared_with_the_loss,
+    joined,
     ranks_compared_with_the_loss,
     rows_of_the_loss,
 )
@@ -56,6 +56,7 @@ from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
 from ddp_equivalence.measurement.request import Request
 
 MUCH_LESS = 0.1
+"""One rank is right if it is off by at most this share of what the ranks are off."""
 
 TAKING_PARTS = ("split", "split_with_sizes", "unbind", "slice", "select", "clone", "cat", *VIEWS)
 """Operations that take or join parts, of which one rank has others, and that make no values."""
@@ -317,12 +318,13 @@ class Divergence:
     joined: tuple[int, int, int] | None = None
 
 
-def divergences(logs: TwoLogs, rows: Callable[[], Rows]) -> tuple[Divergence, ...]:
+def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Divergence, ...]:
     """The operations at which the ranks part from one rank, the certain ones first.
 
     Certain are those that made a gradient wrong: from their result to a gradient there is nothing
     but results that one rank does not have either; or they are differentiated. What is made of the
-    others cannot be followed, since the step has read them into numbers of Python.
+    others cannot be followed, since the step has read them into numbers of Python. ``rows``: makes
+    the rows by which examples are recognised, if they are needed.
     """
     wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
     if not wrong:
@@ -437,17 +439,15 @@ class _Search:
         )
 
     def _joined(self, number: int) -> tuple[int, int, int] | None:
+        """A rank on which the operation joins different examples, and two of them; None if it does
+        so on one rank as well, or on none.
+        """
+        if joined(self._rows, self._logs.alone, self._operations[number]) is not None:
+            return None
         for rank, operation in enumerate(self._logs.on_ranks(number)):
-            values = self._logs.ranks[rank].values
-            rows = [self._rows.of(values[one]) for one in operation.given if one is not None]
-            for one, other in combinations(filter(None, rows), 2):
-                if not agree(one, other):
-                    a, b = next(
-                        pair
-                        for pair in zip(one, other, strict=True)
-                        if not set.intersection(*map(set, pair))
-                    )
-                    return rank, min(a), min(b)
+            found = joined(self._rows, self._logs.ranks[rank], operation)
+            if found is not None:
+                return rank, *found
         return None
 
     def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[tuple[CodeLine, str]]:

@@ -93,6 +93,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
         shown = "each another one"
     ranks = odd or tuple(range(world_size))
     call = next(one for one in compared if one.piece.rank == ranks[0]).piece.call
+    note = f"the loss, in multiples of what its rows give: {shown}"
     whole = "losses" if all(map(_begun_so, compared)) else "gradients"
     return Whereabouts(
         "own gradient",
@@ -103,8 +104,10 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
         distinct(
             [
                 *lines_only_on(pieces.view.observed.by_rank, odd),
-                at(call.made_at if call else None, "the loss", True),
-                at(line_of(call) if call else None, f"begins here: {shown}", True),
+                at(call.made_at, note, True) if call else None,
+                at(line_of(call), f"backward begins here: {shown}", not call.made_at)
+                if call
+                else None,
             ]
         ),
         pieces.view.parameters.names,

@@ -26,8 +26,6 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
     Compared,
     backward_lines,
     compared_with_rows,
-    fault_of_a_pass,
-    fault_of_losses,
     fault_of_own_gradient,
     idle_ranks,
     losses_are_right,
@@ -76,9 +74,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return _in_step(view, in_groups)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
-        return fault_of_losses(view) or not_seen(
-            "no backward pass was recorded whose gradients are those of the model"
-        )
+        return not_seen("no backward pass was recorded whose gradients are those of the model")
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
@@ -131,8 +127,7 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
         )
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)
-    one_too_many = None if uniform is None else fault_of_a_pass(pieces, uniform)
-    own = one_too_many or _own(pieces)
+    own = _own(pieces)
     if uniform is not None:
         return own or not_seen(
             "all ranks hold the same multiple of what they computed together, but it was not "
@@ -213,12 +208,12 @@ def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine |
         return []
     known = dict.fromkeys(text_of(one, ".4g") for one in factors if one is not None)
     shown = ", ".join([*known][:MOST_RANKS])
-    note = f"begins at {shown} times the rows' loss"
+    times = f"{shown} times what its rows give"
     call = compared[0].piece.call
     if call is None:
         return []
-    made = at(call.made_at, "the loss", is_fault=True)
-    return [made, at(line_of(call), note, is_fault=made is None)]
+    made = at(call.made_at, f"the loss: {times}", is_fault=True)
+    return [made, at(line_of(call), f"begins at the loss: {times}", is_fault=made is None)]
 
 
 def _common_factor(compared: list[Compared] | None) -> float | None:

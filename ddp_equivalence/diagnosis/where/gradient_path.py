@@ -12,13 +12,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import ranked
-from ddp_equivalence.measurement.calls import (
-    Call,
-    CodeLine,
-    Kind,
-    thinned,
-    unpacked,
-)
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, thinned, unpacked
 from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR
 from ddp_equivalence.measurement.observation import Observation
 
@@ -33,12 +27,9 @@ SPARE = 3
 
 @dataclass(frozen=True)
 class Mix:
-    """``weights``: of the pieces of all ranks, shape (pieces,). ``of``: the parameters whose
-    gradients these are, if other ones than those that hold them; () if the same.
-    """
+    """``weights``: of the pieces of all ranks, shape (pieces,)."""
 
     weights: Tensor
-    of: tuple[str, ...] = ()
 
     @property
     def uniform(self) -> float | None:
@@ -72,21 +63,7 @@ class Mixtures:
         held = torch.cat([values[name] for name in names])
         own = torch.cat([self.own[name] for name in names], dim=1)
         found = self._mix(rank, held, own)
-        if found is not None:
-            return Mix(found)
-        return self._of_another(rank, names, values) if len(names) == 1 else None
-
-    def _of_another(
-        self, rank: int, names: Sequence[str], values: Mapping[str, Tensor]
-    ) -> Mix | None:
-        """The mixture of another parameter's gradients that this parameter holds."""
-        held = values[names[0]]
-        for name, own in self.own.items():
-            if name != names[0] and own.shape[1] == len(held) > SPARE:
-                found = self._mix(rank, held, own)
-                if found is not None and bool(found.any()):
-                    return Mix(found, (name,))
-        return None
+        return None if found is None else Mix(found)
 
     def _mix(self, rank: int, held: Tensor, own: Tensor) -> Tensor | None:
         if not bool(held.isfinite().all()) or not bool(own.isfinite().all()):
@@ -160,14 +137,13 @@ def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
     """
     if mix is None:
         return "no weighted sum of the ranks' own gradients"
-    of = f" of {mix.of[0]}" if mix.of else ""
     most = float(mix.weights.abs().max()) if len(mix.weights) else 0.0
     if not most:
         return "zero"
     weight = mix.uniform
     world_size = pieces.view.world_size
     if weight is not None:
-        return _of_all_ranks(weight, world_size, of)
+        return _of_all_ranks(weight, world_size)
     by_rank: dict[int, set[float]] = {}
     for piece, one in zip(pieces.all, mix.weights.tolist(), strict=True):
         by_rank.setdefault(piece.rank, set()).add(0.0 if abs(one) <= SAME_WEIGHT * most else one)
@@ -176,29 +152,29 @@ def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
         for rank, weights in by_rank.items()
     }
     if None in flat.values():
-        return f"a weighted sum of the own gradients{of} in which backward passes count differently"
+        return "a weighted sum of the own gradients in which backward passes count differently"
     counted = [rank for rank, one in flat.items() if one]
     values = [one for one in flat.values() if one]
     if max(values) - min(values) <= SAME_WEIGHT * most:
         what = "the own gradient" if len(counted) == 1 else "the sum of the own gradients"
         times = "" if abs(values[0] - 1) <= SAME_WEIGHT else f"{text_of(values[0], '.4g')} times "
         whose = "the rank itself" if counted == [rank] else ranked(counted, world_size)
-        return f"{times}{what}{of} of {whose}"
+        return f"{times}{what} of {whose}"
     shown = [
         f"rank {rank} {text_of(one or 0.0, '.4g')}"
         for rank, one in list(flat.items())[:MOST_RANKS_NAMED]
     ]
     more = ", ..." if len(flat) > MOST_RANKS_NAMED else ""
-    return f"a weighted sum of the own gradients{of} with these weights: {', '.join(shown)}{more}"
+    return f"a weighted sum of the own gradients with these weights: {', '.join(shown)}{more}"
 
 
-def _of_all_ranks(weight: float, world_size: int, of: str) -> str:
+def _of_all_ranks(weight: float, world_size: int) -> str:
     if world_size == 1:
-        return f"{text_of(weight, '.4g')} times what backward computed{of}"
+        return f"{text_of(weight, '.4g')} times what backward computed"
     for value, what in ((1 / world_size, "mean"), (1.0, "sum")):
         if abs(weight - value) <= SAME_WEIGHT * value:
-            return f"the {what} of the ranks' own gradients{of}"
-    return f"{text_of(weight, '.4g')} times the sum of the ranks' own gradients{of}"
+            return f"the {what} of the ranks' own gradients"
+    return f"{text_of(weight, '.4g')} times the sum of the ranks' own gradients"
 
 
 # The way of each gradient through a step.
@@ -365,17 +341,16 @@ def went_alike(one: Path, other: Path) -> bool:
         return False
     mixes = [(a.mix, b.mix) for a, b in zip(one.states, other.states, strict=True)]
     return one.as_left == other.as_left and all(
-        _same_mix(a, b) for a, b in [*mixes, (one.held, other.held)]
+        same_mix(a, b) for a, b in [*mixes, (one.held, other.held)]
     )
 
 
-def _same_mix(one: Mix | None, other: Mix | None) -> bool:
+def same_mix(one: Mix | None, other: Mix | None) -> bool:
+    """True if two mixtures have the same weights, or if neither is one."""
     if one is None or other is None:
         return one is other
-    if bool(one.of) or bool(other.of):
-        return False
     most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
-    return float((one.weights - other.weights).abs().max()) <= 1e-3 * most
+    return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
 
 
 # What a call did to gradients, in words, and as a line to point at.
@@ -419,45 +394,7 @@ def at(
     return None if line is None else PointedLine(line, note, is_fault, missing)
 
 
-def hooks(pieces: Pieces, path: Path, state: AfterCall | None) -> list[PointedLine]:
-    """The last line that registered a hook on these gradients, if the state is a backward."""
-    if state is None or state.call.kind is not Kind.BACKWARD:
-        return []
-    places = pieces.view.observed.calls.places(
-        Kind.HOOK,
-        Kind.TENSOR_HOOK,
-        where=lambda call: not call.names or bool(set(call.names) & set(path.names)),
-    )
-    inside = pieces.view.observed.calls.places(
-        Kind.COLLECTIVE,
-        where=lambda call: call.in_backward and call.backwards == state.call.backwards + 1,
-    )
-    lines = [
-        at(place.first.made_at or place.line, f"{place.first.what}: it ran in backward", True)
-        for place in places[-1:]
-    ]
-    changes = pieces.view.observed.calls.changes(
-        lambda call: (
-            call.in_backward
-            and call.change is not None
-            and call.change.factor is not None
-            and call.backwards == state.call.backwards + 1
-            and bool(set(call.change.names) & set(path.names))
-        )
-    )
-    lines += [
-        at(place.line, f"{done_text(place.first, pieces)} in this hook", True)
-        for place in changes[-1:]
-        if place.line not in {line_of(state.call), *(one.line for one in lines if one)}
-    ]
-    lines += [place.pointed("a collective of this hook") for place in inside[-1:]]
-    return [one for one in lines if one is not None]
-
-
 # The lines of the user's code that only some ranks ran.
-
-SAME = 1e-3
-"""Values that differ by less than this, relative to the largest one, are equal."""
 
 
 def lines_only_on(observed: Mapping[int, Observation], ranks: Sequence[int]) -> list[PointedLine]:
@@ -489,7 +426,7 @@ def odd_ranks(values: Mapping[int, float]) -> tuple[int, ...]:
     """The ranks whose values are not those of most; () if most ranks have no common value."""
     most = max(map(abs, values.values()), default=0.0)
     near = {
-        rank: [other for other, value in values.items() if abs(value - one) <= SAME * most]
+        rank: [other for other, value in values.items() if abs(value - one) <= SAME_WEIGHT * most]
         for rank, one in values.items()
     }
     common = max(near.values(), key=len, default=[])

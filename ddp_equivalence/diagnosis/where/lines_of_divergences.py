@@ -310,13 +310,15 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
     if any(part.shape != whole.shape for part in parts):
-        return f"{name}: on some ranks this is no part of the value on one rank"
+        return f"{name}: on some ranks no part of one rank's value"
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
         element = _first_of_largest(spread)
     shown = ", ".join(text_of(float(part.flatten()[element]), ".3g") for part in parts[:MOST_SHOWN])
     more = ", ..." if world_size > MOST_SHOWN else ""
+    if whole.numel() == 1 and whole.is_floating_point() and not more:
+        more = f" (mean {text_of(sum(map(float, parts)) / len(parts), '.3g')})"
     which = f", element {element}" if whole.numel() > 1 else ""
     alone = text_of(float(whole.flatten()[element]), ".3g")
     return f"{name}{which}: {alone} on one rank, here {shown}{more}"
@@ -350,7 +352,7 @@ def with_unlike_loss(
         for one in unlike
         for line in (*one.moved_at, *one.made_at)
     ]
-    joining = unlike[0] if unlike[0].rows else None
+    joining = unlike[0] if unlike[0].joined else None
     if joining is not None and not joining.moved_at:
         behind = [*lines_behind(run_lines(view, 0), joining.line, 1), *behind]
     known = [one for one in found.lines if one.is_fault]
@@ -376,9 +378,8 @@ def with_unlike_loss(
 def _note_of_value(one: Unlike) -> str:
     """Says what the operation returned, and what that of the loss of the case returns instead."""
     name, here = called(one.operation), one.value.tensor
-    if one.rows:
-        ours, theirs = next(pair for pair in zip(*one.rows, strict=True) if not pair[0] & pair[1])
-        return f"{name} joins the row of example {min(ours)} with that of example {min(theirs)}"
+    if one.joined is not None:
+        return "{} joins the row of example {} with that of example {}".format(name, *one.joined)
     if one.in_loss is None:
         if here.numel() == 1:
             number = text_of(float(here), ".5g")

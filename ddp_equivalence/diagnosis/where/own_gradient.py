@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
@@ -22,8 +21,6 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_RANKS,
     Whereabouts,
     distinct,
-    not_seen,
-    of_all,
     ranked,
 )
 from ddp_equivalence.measurement.calls import Call, Kind
@@ -114,7 +111,9 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         sentence = f"On rank {rank}, {one.losses}. "
         return Judged(headline, sentence, one.losses, one.is_loss_right is False)
     right = pieces.view.examples.big_batch_loss
-    size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), NO_LOSS)
+    rounding = pieces.tolerance * max(map(abs, known))
+    size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), rounding, NO_LOSS)
+    together, right = (0.0 if abs(one) <= rounding else one for one in (together, right))
     of_big_batch = f"the big batch's {text_of(right, '.5g')}"
     other = [one for one in compared if not abs((one.piece.loss or 0.0) - right) <= size]
     shown = ", ".join(text_of(loss, ".4g") for loss in known[:MOST_RANKS])
@@ -137,8 +136,7 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         headline = f"{times}the {unit} {what} loss is {text_of(together, '.5g')}, {of_big_batch}"
         sentence = (
             f"The {unit} losses are {every}; {times}their {'mean' if is_mean else 'sum'} is "
-            f"{text_of(together, '.5g')}, and the loss of the big batch is "
-            f"{text_of(right, '.5g')}. "
+            f"{text_of(together, '.5g')}, {of_big_batch}. "
         )
     is_wrong = bool(other) and not abs(together - right) <= size
     note = f"{text_of(one.piece.loss or 0.0, '.5g')} on rank {one.piece.rank}"
@@ -360,94 +358,6 @@ def line_of_backward(own: OwnBackward) -> PointedLine:
     if own.withheld:
         note = f"returns no gradient for input {own.withheld[0]} of {own.name}, which needs one"
     return PointedLine(own.line, note, is_fault=True)
-
-
-# A backward pass adds to gradients that would be right without it, as one through another's loss.
-#
-# In adversarial training, for example, the generator's loss also reaches the weights of the
-# critic.
-
-
-def fault_of_a_pass(pieces: Pieces, uniform: float) -> Whereabouts | None:
-    """The pass of each rank that is one too many; None if leaving out one changes nothing.
-
-    ``uniform``: every rank holds this many times what all ranks have computed together.
-    """
-    view, counts = pieces.view, {len(of_rank) for of_rank in pieces.by_rank}
-    names = [name for name in view.parameters.names if name in view.measured.differing]
-    if len(counts) != 1 or min(counts) < 2 or not names:
-        return None
-    elements = view.parameters.positions_of(names)
-    total, right = pieces.own.sum(0)[elements], view.expected[elements]
-    found = []
-    for number in range(counts.pop()):
-        added = torch.stack([of_rank[number].gradient for of_rank in pieces.by_rank]).sum(0)
-        rest = uniform * (total - added[elements])
-        is_right = float((rest - right).norm()) <= pieces.tolerance * float(right.norm())
-        if is_right and bool(added[elements].any()):
-            found.append(number)
-    if len(found) != 1:
-        return None
-    lines = [
-        at(
-            line_of(piece.call),
-            f"adds to the gradients of {names_text(names)}, which are right without it"
-            if piece.number == found[0]
-            else "another backward pass",
-            piece.number == found[0],
-        )
-        for piece in pieces.by_rank[0]
-        if piece.call is not None
-    ]
-    gradients = of_all(names, view.parameters.names)
-    return Whereabouts(
-        kind="own gradient",
-        headline="one backward pass too many reaches some parameters",
-        sentence=f"Without what one of the backward passes adds, {gradients} would be right.",
-        lines=distinct(lines),
-        parameters=tuple(names),
-        ranks=tuple(view.setting.reporting_ranks),
-        fix="keep this backward pass from these parameters, or clear what it leaves there.",
-        explains_all=True,
-    )
-
-
-# Where the gradients of backward passes are not known, their losses are all that can be compared.
-
-
-def fault_of_losses(view: View) -> Whereabouts | None:
-    """The ranks whose losses are not those of their rows; None if that cannot be told.
-
-    The gradients of sharded parameters, for instance, are not known before they are reduced.
-    """
-    pieces = pieces_of(view, without_gradients=True)
-    if pieces is None or not pieces.all or pieces.is_coarse:
-        return None
-    wrong, every, known = [], [], 0
-    for piece in pieces.all:
-        alone = pieces.alone(piece)
-        if alone is None or piece.loss is None:
-            continue
-        known += 1
-        compared = Compared(piece, None, alone.gradient, alone.loss)
-        every.append(compared)
-        factor = compared.loss_factor
-        if factor is not None and abs(factor - 1) > max(SAME_LOSS, pieces.tolerance):
-            wrong.append(compared)
-    unseen = "what backward computed on each rank, before it was reduced, was not recorded"
-    if not wrong:
-        if known < len(pieces.all):
-            return None
-        calls = [piece.call for piece in pieces.by_rank[0] if piece.call is not None]
-        lines = distinct([at(line_of(call), "the loss is right here") for call in calls[:1]])
-        seen = f"the losses of all ranks are those of their rows; {unseen}"
-        return replace(not_seen(seen), lines=lines)
-    found = fault_of_own_gradient(pieces, every, wrong, "another loss")
-    return replace(
-        found,
-        sentence=f"{found.sentence} It is not known whether this is all, since {unseen}.",
-        parameters=(),
-    )
 
 
 def idle_ranks(pieces: Pieces) -> Whereabouts | None:

@@ -21,11 +21,7 @@ from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import without_planted_faults
-from ddp_equivalence.measurement.calls import (
-    Call,
-    Kind,
-    Operations,
-)
+from ddp_equivalence.measurement.calls import Call, Kind, Operations
 from ddp_equivalence.measurement.observation import Forward, Indices
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
@@ -183,11 +179,8 @@ def tolerance_in(eps: float) -> float:
     return max(EQUAL, (COARSE_ROUNDING if eps > COARSE else ROUNDING) * eps)
 
 
-def pieces_of(view: View, without_gradients: bool = False) -> Pieces | None:
-    """The pieces; None unless every rank was watched and its gradients are of this sample.
-
-    ``without_gradients``: the backward passes whose gradients are not known count too, as zeros.
-    """
+def pieces_of(view: View) -> Pieces | None:
+    """The pieces; None unless every rank was watched and its gradients are of this sample."""
     if not view.observed.covers_every_rank:
         return None
     rows = rows_by_rank(view)
@@ -203,8 +196,6 @@ def pieces_of(view: View, without_gradients: bool = False) -> Pieces | None:
             ]
             begin = backward.forwards
             gradient = backward.gradient
-            if gradient is None and without_gradients:
-                gradient = torch.zeros_like(view.expected)
             if gradient is None:
                 continue
             if len(gradient) != len(view.expected):

@@ -36,12 +36,12 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
     Path,
     at,
     done_text,
-    hooks,
     line_of,
     lines_only_on,
     mix_text,
     odd_ranks,
     pointed,
+    same_mix,
     went_alike,
 )
 from ddp_equivalence.diagnosis.where.pieces import Pieces
@@ -88,6 +88,8 @@ def fault_of_reduction(
         return None
     search = _Search(pieces, paths, bad, weight)
     found = search.found()
+    if found is None:
+        return None
     names = tuple(dict.fromkeys(name for path in bad for name in path.names))
     ranks = tuple(sorted({path.rank for path in bad}))
     where = ranked(ranks, pieces.view.world_size)
@@ -116,7 +118,7 @@ def fault_of_reduction(
 
 
 def _is_right(mix: Mix | None, weight: float | None) -> bool:
-    uniform = None if mix is None or mix.of else mix.uniform
+    uniform = None if mix is None else mix.uniform
     if not uniform:
         return False
     return weight is None or abs(uniform - weight) <= SAME_WEIGHT * abs(weight)
@@ -149,7 +151,7 @@ class _Search:
         self.view = self.pieces.view
         self.path = next(filter(self.is_known, self.bad), self.bad[0])
 
-    def found(self) -> Whereabouts:
+    def found(self) -> Whereabouts | None:
         return (
             self._tensors_beside()
             or self._changed_after_it_was_right()
@@ -190,10 +192,7 @@ class _Search:
         if not met or met[-1] + 1 >= len(states) or self.view.world_size == 1:
             return None
         right, wrong = states[met[-1]], states[met[-1] + 1]
-        what, text = (
-            done_text(wrong.call, self.pieces),
-            self._text(wrong.mix),
-        )
+        what, text = done_text(wrong.call, self.pieces), self._text(wrong.mix)
         return Whereabouts(
             "reduction",
             CHANGED_AFTERWARDS,
@@ -201,7 +200,6 @@ class _Search:
             distinct(
                 [
                     pointed(right, "they are right after this line"),
-                    *hooks(self.pieces, self.path, wrong),
                     pointed(wrong, f"{what}; now {text}", is_fault=True),
                     *self._gone_through(wrong.call),
                 ]
@@ -223,16 +221,16 @@ class _Search:
         return [PointedLine(link.line, f"gives {link.name}, from which the loop takes its values")]
 
     def _no_mixture(self) -> Whereabouts | None:
-        """The first line after which gradients are no mixture, or one of another parameter's; one
-        before any reduction comes first, since what the others reduce has been spoilt there.
+        """The first line after which gradients are no mixture; one before any reduction comes
+        first, since what the others reduce has been spoilt there.
         """
         found: list[tuple[bool, int, Path]] = []
         for path in self.bad:
-            if path.held is not None and not path.held.of:
+            if path.held is not None:
                 continue  # what was no mixture for a while became one again
             is_known = self.view.parameters.total_of(path.names) >= len(self.pieces.all) + SPARE
             for number, state in enumerate(path.states):
-                if state.mix.of if state.mix is not None else is_known:
+                if state.mix is None and is_known:
                     found.append((_sums(state.call), number, path))
                     break
         if not found:
@@ -240,10 +238,7 @@ class _Search:
         _, number, self.path = min(found, key=lambda one: one[:2])
         path, state = self.path, self.path.states[number]
         before = path.states[number - 1] if number else None
-        what, text = (
-            done_text(state.call, self.pieces),
-            self._text(state.mix),
-        )
+        what, text = done_text(state.call, self.pieces), self._text(state.mix)
         ranks = tuple(
             sorted({one.rank for one in self.bad if _first_other(one, state.call)})
             if state.call.collective is None
@@ -262,7 +257,6 @@ class _Search:
                 [
                     *lines_only_on(self.view.observed.by_rank, ranks),
                     pointed(before, f"they are {was}") if before is not None else None,
-                    *hooks(self.pieces, path, state),
                     pointed(state, f"{what}; now {text}", is_fault=True),
                 ]
             ),
@@ -271,8 +265,6 @@ class _Search:
 
     def _headline_of(self, state: AfterCall) -> str:
         collective = state.call.collective
-        if state.mix is not None:
-            return "a parameter gets the gradient of another one"
         if collective is None or collective.reduce_op in ("SUM", "AVG"):
             line = line_of(state.call)
             return f"line {line.number} {OTHER_NUMBERS}" if line else f"a line {OTHER_NUMBERS}"
@@ -280,10 +272,10 @@ class _Search:
             return f"gradients are reduced with {collective.reduce_op}"
         return f"{collective.op} leaves other gradients"
 
-    def _other_mixture(self) -> Whereabouts:
+    def _other_mixture(self) -> Whereabouts | None:
         """Which ranks or backward passes count as they should not."""
         mix = self.path.held
-        if mix is None or mix.of:
+        if mix is None:
             return self._some_elements() or self._of(
                 "the gradients are no weighted sum of the ranks'", "", []
             )
@@ -346,11 +338,7 @@ class _Search:
         known = [one for one in lines if one is not None]
         is_vague = not any(one.is_fault for one in known)
         last = [
-            pointed(
-                one,
-                f"after it: {self._text(one.mix)}",
-                is_vague and not number,
-            )
+            pointed(one, f"after it: {self._text(one.mix)}", is_vague and not number)
             for number, one in enumerate(self.path.states[: -MOST_SHOWN // 2 : -1])
         ]
         return Whereabouts(
@@ -417,10 +405,8 @@ class _Search:
                 others[-1].pointed(f"reduces others, not {names_text(path.names)}", is_fault=True),
             ]
         elif not reduced:
-            lines += [
-                at(innermost_loop(way_to(view, one.first)), "exchanges tensors", True)
-                for one in exchanged
-            ]
+            loops = (innermost_loop(way_to(view, one.first)) for one in exchanged)
+            lines += [at(loop, "exchanges tensors", True) for loop in loops]
             lines += [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
         elif copies and not written:
             back = "copy the result back to .grad"
@@ -441,7 +427,7 @@ class _Search:
 
     def _passes_count_unequally(
         self, weights: dict[int, dict[int, float]], least: float
-    ) -> Whereabouts:
+    ) -> Whereabouts | None:
         """Some backward passes stay on their rank, are lost, or count in another weight."""
         path = self.path
         own = weights[path.rank]
@@ -465,6 +451,8 @@ class _Search:
             for one in between
             if one.call.kind is not Kind.BACKWARD and not (cleared or one.call.clears)
         ]
+        if lost and not (local or cleared or changes):
+            return None  # torch.autograd.grad, for instance, leaves nothing by design
         mixed = [one for one in path.states if local and self._is_shared(one)]
         lines = [
             *(pointed(one, "clears them between two passes", True) for one in cleared[:1]),
@@ -557,13 +545,10 @@ class _Search:
         for here, there in zip(path.states, good.states, strict=False):
             if line_of(here.call) != line_of(there.call):
                 break
-            if path.rank == good.rank and not _similar(here.mix, there.mix):
-                now, then = (
-                    self._text(here.mix),
-                    self._text(there.mix),
-                )
+            if path.rank == good.rank and not same_mix(here.mix, there.mix):
+                now, then = self._text(here.mix), self._text(there.mix)
                 note = f"{done_text(here.call, self.pieces)}; {whose}: {then}; these: {now}"
-                return [*hooks(self.pieces, path, here), pointed(here, note, is_fault=True)]
+                return [pointed(here, note, is_fault=True)]
         mine = {line for line, _ in path.lines}
         same = [one for one in self.bad if set(one.names) & set(path.names)]
         elsewhere = {line: one.rank for one in same for line, _ in one.lines}
@@ -586,9 +571,8 @@ class _Search:
 
 def _not_these(rank: int | None) -> str:
     """What a line does with other gradients. ``rank``: on which it changes these as well."""
-    return (
-        f"changes other gradients, and {'not these' if rank is None else f'these on rank {rank}'}"
-    )
+    these = "not these" if rank is None else f"these on rank {rank}"
+    return f"changes other gradients, and {these}"
 
 
 def _sums(call: Call) -> bool:
@@ -598,7 +582,7 @@ def _sums(call: Call) -> bool:
 def _first_other(path: Path, call: Call) -> bool:
     """True if the first state of a path that is no mixture was left by the same line."""
     for one in path.states:
-        if one.mix is None or one.mix.of:
+        if one.mix is None:
             return one.call.kind is Kind.CHANGE and one.call.line == call.line
     return False
 
@@ -609,13 +593,6 @@ def _counts(weights: dict[int, float], least: float) -> bool:
 
 def _numbers(numbers: set[int]) -> str:
     return ", ".join(str(one + 1) for one in sorted(numbers))
-
-
-def _similar(one: Mix | None, other: Mix | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
-    return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
 
 
 # Only some parameters differ: those that a wrapper reduces in a group of only some ranks.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import chain, islice, product
+from itertools import chain, combinations, islice, product
 from typing import Literal
 
 import torch
@@ -634,7 +634,7 @@ class Rows:
             known.setdefault(key, set()).add(example)
 
     def of(self, value: Value) -> Places | None:
-        """The examples that each row may be of; None if one is not known."""
+        """The examples that each row may be of; None if one is not known, or if all are equal."""
         tensor = value.tensor
         if not self._known or not tensor.numel() or not tensor.isfinite().all():
             return None
@@ -643,8 +643,16 @@ class Rows:
             known = self._known.get(rows.shape[1], {})
             if known and 1 < len(rows) <= MOST_ROWS:
                 found = tuple(_of_near(key, known) for key in self._of_rows(rows))
-                if all(found):
+                if all(found) and len(set(found)) > 1:
                     return found
+        return None
+
+    def joined(self, values: Iterable[Value]) -> tuple[int, int] | None:
+        """Two different examples whose rows stand at the same place of two of these values."""
+        places = [found for one in values if (found := self.of(one)) is not None]
+        for one, other in combinations(places, 2):
+            if not agree(one, other):
+                return next((min(a), min(b)) for a, b in zip(one, other, strict=True) if not a & b)
         return None
 
     def _of_rows(self, rows: Tensor) -> Iterator[Key]:

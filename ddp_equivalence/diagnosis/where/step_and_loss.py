@@ -7,10 +7,9 @@ the case. The first values that only the step has, made of values that both have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
 from ddp_equivalence.diagnosis.where.loss import behind
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
-from ddp_equivalence.diagnosis.where.relations import Known, KnownValues, Places, Rows, agree
-from ddp_equivalence.diagnosis.where.two_logs import partners
+from ddp_equivalence.diagnosis.where.relations import Known, KnownValues, Rows, agree
+from ddp_equivalence.diagnosis.where.two_logs import PACKING, partners
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
 
@@ -39,6 +38,7 @@ NUMBERS = frozenset({"lift_fresh", "full", "scalar_tensor", "arange", "zeros", "
 """Operations that make tensors of numbers of Python."""
 
 PLACES = frozenset({"sort", "argsort", "topk", "nonzero", "searchsorted", "randperm"})
+"""Operations that say where something is in a tensor."""
 
 FEWEST_WHOLE = 6
 """Fewer whole numbers that are taken out of a tensor tell nothing."""
@@ -54,6 +54,7 @@ COPYING = VIEWS | {
     "copy_",
     "_to_copy",
 }
+"""Operations that compute nothing: they return elements that they were given."""
 
 MOST_FOUND = 4
 """If more lines compute something else, the step says the loss in another way."""
@@ -64,8 +65,8 @@ class Unlike:
     """``operation``, of this line: its inputs are among the values of the loss of the case, and its
     result is not. ``value``: the result. ``in_loss``: the result that the same operation of the
     loss of the case has instead; None if there is no such operation. ``made_at``: the other lines
-    that made what it was given. ``rows``: the examples of the rows of two values that it joins, if
-    they are others; else (). ``moved_at``: the lines that put rows into another order.
+    that made what it was given. ``joined``: two different examples whose rows it joins; None if it
+    joins none. ``moved_at``: the lines that put rows into another order.
     """
 
     operation: Operation
@@ -73,7 +74,7 @@ class Unlike:
     value: Value
     in_loss: Value | None
     made_at: tuple[CodeLine, ...]
-    rows: tuple[Places, ...] = ()
+    joined: tuple[int, int] | None = None
     moved_at: tuple[CodeLine, ...] = ()
 
 
@@ -95,34 +96,19 @@ def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices
     ``step``: what one rank ran with the whole batch. ``parts``: the examples of its backward
     passes, if it has several and they are known. Nothing is said if too many lines do.
     """
-    setting = view.setting
-    whole = tuple(range(setting.example_count))
     parts = parts if len(parts) <= MOST_PASSES and _has_read(view, step, parts) else ()
-    recorded = operations_of_the_loss(setting, [whole, *parts], view.time)
-    if recorded is None:
-        return StepAndLoss()
     passes = _passes(step)
-    counts = {*map(len, (whole, *parts)), passes, view.world_size}
-    multiples = {float(one) for one in counts} | _counts(recorded)
-    multiples |= {1 / one for one in multiples}
-    eps = torch.finfo(setting.dtype).eps
+    loss = _Loss.of(view, parts, {len(parts) + 1, passes, view.world_size})
+    if loss is None:
+        return StepAndLoss()
     scalars_count = passes <= 1 or bool(parts)
-
-    rows = rows_of_the_loss(view, recorded, [whole, *parts])
-
-    def search(backward: bool) -> tuple[Unlike, ...]:
-        known = KnownValues(_known(view, recorded, backward), multiples, eps)
-        kind = _InGradients if backward else _Search
-        found: dict[CodeLine, Unlike] = {}
-        for one in kind(step, recorded, known, rows, scalars_count=scalars_count).found():
-            found.setdefault(one.line, one)
-        return tuple(found.values()) if len(found) <= MOST_FOUND else ()
-
-    cuts = not_meant(cuts_of(step), recorded, eps)
-    unlike = search(backward=False)
+    cuts = not_meant(cuts_of(step), loss.recorded, loss.eps)
+    unlike = loss.unlike([step], scalars_count=scalars_count)
     # The line that calls backward stands for all that autograd does, and tells nothing.
     calls = {one.line for one in view.observed.calls.backwards}
-    changed = () if unlike or cuts else search(backward=True)
+    changed: Sequence[Unlike] = ()
+    if not unlike and not cuts:
+        changed = loss.unlike([step], backward=True, scalars_count=scalars_count)
     return StepAndLoss(unlike, cuts, tuple(one for one in changed if one.line not in calls)[:1])
 
 
@@ -132,35 +118,58 @@ def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> Ste
     Each rank may have any examples, any part of a layer or a sequence, or a part of a sum over a
     group of ranks. Nothing is said if too many lines compute something else.
     """
-    setting = view.setting
-    whole = tuple(range(setting.example_count))
-    taken = dict.fromkeys(part for run in ranks for part in _parts_taken(view, run))
-    if len(taken) > MOST_PASSES:
+    taken = tuple(dict.fromkeys(part for run in ranks for part in _parts_taken(view, run)))
+    counts = {*_group_sizes(len(ranks)), *map(_passes, ranks)}
+    loss = _Loss.of(view, taken, counts) if len(taken) <= MOST_PASSES else None
+    if loss is None:
         return StepAndLoss()
-    recorded = operations_of_the_loss(setting, [whole, *taken], view.time)
-    if recorded is None:
-        return StepAndLoss()
-    counts = {float(one) for one in {*map(len, taken), len(whole), *_group_sizes(len(ranks))}}
-    counts |= _counts(recorded) | {float(_passes(run)) for run in ranks}
-    multiples = counts | {1 / one for one in counts if one}
-    eps = torch.finfo(setting.dtype).eps
+    unlike = loss.unlike(ranks)
+    return StepAndLoss(unlike, (), () if unlike else loss.unlike(ranks, backward=True)[:1])
 
-    rows = rows_of_the_loss(view, recorded, [whole, *taken])
 
-    def search(backward: bool) -> tuple[Unlike, ...]:
-        known = KnownValues(_known(view, recorded, backward), multiples, eps)
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of the case. ``recorded``: as it computes the big batch, and parts of it.
+    ``multiples``: by these numbers a step may divide or multiply what the loss has.
+    """
+
+    view: View
+    recorded: Sequence[Operations]
+    multiples: Collection[float]
+    rows: Rows
+    eps: float
+
+    @classmethod
+    def of(cls, view: View, parts: Sequence[Indices], counts: Collection[int]) -> _Loss | None:
+        """``counts``: numbers of passes and of ranks. None if too much had to be recorded."""
+        whole = tuple(range(view.setting.example_count))
+        recorded = operations_of_the_loss(view.setting, [whole, *parts], view.time)
+        if recorded is None:
+            return None
+        multiples = {float(one) for one in {*counts, *map(len, (whole, *parts))} if one}
+        multiples |= _counts(recorded)
+        multiples |= {1 / one for one in multiples}
+        rows = rows_of_the_loss(view, recorded, [whole, *parts])
+        return cls(view, recorded, multiples, rows, torch.finfo(view.setting.dtype).eps)
+
+    def unlike(
+        self, runs: Sequence[Operations], *, backward: bool = False, scalars_count: bool = True
+    ) -> tuple[Unlike, ...]:
+        """The lines of these ranks that compute something else, first those that join different
+        examples; () if there are too many. ``backward``: look at backward passes instead of the
+        others. ``scalars_count``: single numbers must be those of the loss, too.
+        """
+        known = KnownValues(_known(self.view, self.recorded, backward), self.multiples, self.eps)
         kind = _InGradients if backward else _Search
         found: dict[CodeLine, Unlike] = {}
-        for rank in range(len(ranks)):
-            sums = _Sums(ranks, rank, known)
-            for one in kind(ranks[rank], recorded, sums, rows, scalars_count=True).found():
-                if one.line not in found or (one.rows and not found[one.line].rows):
+        for rank, run in enumerate(runs):
+            sums = _Sums(runs, rank, known)
+            search = kind(run, self.recorded, sums, self.rows, scalars_count=scalars_count)
+            for one in search.found():
+                if one.line not in found or (one.joined and not found[one.line].joined):
                     found[one.line] = one
-        first = sorted(found.values(), key=lambda one: not one.rows)
+        first = sorted(found.values(), key=lambda one: one.joined is None)
         return tuple(first) if len(first) <= MOST_FOUND else ()
-
-    unlike = search(backward=False)
-    return StepAndLoss(unlike, (), () if unlike else search(backward=True)[:1])
 
 
 def _group_sizes(world_size: int) -> list[int]:
@@ -236,7 +245,8 @@ def rows_of_the_loss(
 ) -> Rows:
     """The rows of the big batch, and of what the loss of the case makes of it and its parts.
 
-    ``recorded``: this loss of these parts, if it has been recorded already.
+    No row is known if that loss itself joins different examples, as one of pairs or of neighbours
+    does. ``recorded``: this loss of these parts, if it has been recorded already.
     """
     setting, whole = view.setting, tuple(range(view.setting.example_count))
     parts, orders = parts or [whole], [whole[::-1]]
@@ -247,7 +257,19 @@ def rows_of_the_loss(
         _in_order(view, run, part) for run, part in zip(recorded or found[1:], parts, strict=True)
     ]
     turned = _in_order(view, found[0], orders[0])
-    return Rows(each[0], turned, zip(each, parts, strict=True), torch.finfo(setting.dtype).eps)
+    eps = torch.finfo(setting.dtype).eps
+    rows = Rows(each[0], turned, zip(each, parts, strict=True), eps)
+    run = (recorded or found[1:])[0]
+    return Rows() if any(joined(rows, run, one) for one in run.operations) else rows
+
+
+def joined(rows: Rows, run: Operations, operation: Operation) -> tuple[int, int] | None:
+    """Two different examples whose rows the operation of this run joins, as a sum or a product
+    does; None if it joins none, or only puts values beside each other.
+    """
+    if operation.name in PACKING:
+        return None
+    return rows.joined(run.values[one] for one in operation.given if one is not None)
 
 
 def _of_batch(batch: Any) -> list[Value]:
@@ -329,7 +351,7 @@ class _Search:
         self,
         step: Operations,
         recorded: Sequence[Operations],
-        known: KnownValues | _Sums,
+        known: _Sums,
         rows: Rows,
         *,
         scalars_count: bool,
@@ -449,19 +471,12 @@ class _Search:
         for one in made:
             if one is not None and self._of_value(one) == "no":
                 value = self._step.values[one]
-                rows = self._examples(operation)
-                moved = dict.fromkeys(self._rearranged_at(number) if rows else ())
+                pair = joined(self._rows, self._step, operation)
+                moved = dict.fromkeys(self._rearranged_at(number) if pair else ())
                 lines = dict.fromkeys(self._made_at(number, line))
                 in_loss = self._in_loss(operation, value)
-                yield Unlike(operation, line, value, in_loss, tuple(lines), rows, tuple(moved))
+                yield Unlike(operation, line, value, in_loss, tuple(lines), pair, tuple(moved))
                 return
-
-    def _examples(self, operation: Operation) -> tuple[Places, ...]:
-        """The rows that the operation joins, of two values, if they are of different examples."""
-        given = [self._rows.of(self._step.values[n]) for n in operation.given if n is not None]
-        rows = [one for one in given if one is not None]
-        pairs = ((a, b) for a, b in combinations(rows, 2) if not agree(a, b))
-        return next(pairs, ())
 
     def _rearranged_at(self, number: int) -> Iterator[CodeLine]:
         """The lines that put rows into another order, the first one first."""

@@ -103,9 +103,7 @@ def _is_known(known: KnownValues, part: object) -> str:
 def _lines(
     parts: Sequence[dict[str, object]], path: str, run: Operations, eps: float
 ) -> Iterator[CodeLine]:
-    """The line that took some of the rows of this leaf first, or those that gave its rows to an
-    operation with a gradient.
-    """
+    """The line that took some of the rows of this leaf first."""
     leaves = [part[path] for part in parts]
     of_leaf = KnownValues((Value.of(one) for one in leaves if isinstance(one, Tensor)), (), eps)
     for operation in run.operations:
@@ -118,9 +116,3 @@ def _lines(
         if takes and operation.line is not None and all(of_leaf.has(one) == "yes" for one in made):
             yield operation.line
             return
-    found: dict[CodeLine, None] = {}
-    for value, writer in _read_by(run):
-        line = None if writer is None else run.operations[writer].line
-        if line is not None and of_leaf.has(value) == "yes":
-            found[line] = None
-    yield from found

@@ -192,6 +192,7 @@ def test_entries_that_come_between_two_checks_reach_warm_ranks_and_stay(
         module.average(model, settings)
 
     assert outcome(step) == SAME
+    assert outcome(step_that_has(module, {"average": False})) == SUMMED  # starts every set needed
     starts = SPENT.starts
     for rows in "cab":
         registry.add(rows)
