@@ -144,7 +144,7 @@ def how_sure(verdict: Verdict) -> str:
     if best.unexplained is None and comparison is not None and comparison.same:
         return "All gradients of this step are right."
     if best.unexplained is None:
-        return "Seen to happen; its effect on the numbers cannot be computed." if was_seen else ""
+        return "Seen to happen; its part in the difference was not computed." if was_seen else ""
     if not best.fits:
         return "Seen happening; the numbers have other reasons too."
     if not was_seen:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
-from ddp_equivalence.report.blocks import Item, Listed
+from ddp_equivalence.report.blocks import WIDEST_SCREEN, Item, Listed
 from ddp_equivalence.report.text import (
     Line,
     Style,
@@ -89,8 +89,8 @@ def holders(ranks: Sequence[int], count: int, names: Callable[[Sequence[int]], s
 WORST_FIT = 0.01
 """If no mixture of the examples explains more than this part, their shares say nothing."""
 
-LARGEST_NOISE = 0.1
-"""Shares that are off by more are not taken for noise, however badly the fit is determined."""
+MOST_UNEXPLAINED = 0.01
+"""What no mixture explains must be a smaller part than this of how far the shares are off."""
 
 MOST_WEIGHTS = 6
 """More different weights than this, of both signs, are no counts."""
@@ -100,9 +100,9 @@ def can_be_shown(shares: Shares) -> bool:
     """True if what the ranks hold is a mixture of examples, and no other mixture fits as well."""
     unexplained = max(shares.unexplained.values())
     known = [share for row in _finest_rows(shares) for share in row if share is not None]
-    noise = min(shares.condition * unexplained, LARGEST_NOISE)
     off = max((abs(share - 1) for share in known), default=0.0)
-    is_noise = unexplained > ROUNDING and (min(known, default=0.0) < -OFF or OFF < off <= noise)
+    noise = unexplained / MOST_UNEXPLAINED
+    is_noise = unexplained > ROUNDING and (min(known, default=0.0) < -OFF or OFF < off < noise)
     if unexplained > WORST_FIT or is_noise or has_too_few_elements(shares):
         return False
     return not any(map(_are_no_counts, _finest_rows(shares)))
@@ -307,8 +307,6 @@ def shares_lines(verdict: Verdict) -> list[Line]:
 OF_ONE_RANK = re.compile(r"rank (?P<rank>\d+): (?P<what>.*)", re.DOTALL)
 
 MOST_GROUPS = 4
-WIDEST = 100
-
 MULTIPLE = 1e-6
 """A rank holds a multiple of the big batch's gradient if this much of it at most is left over."""
 
@@ -323,7 +321,7 @@ def held(verdict: Verdict) -> list[Item | Line]:
     """The gradients that should be there and those that are there."""
     comparison, shares = verdict.comparison, verdict.shares
     assert comparison is not None
-    width = min(settings.current().width, WIDEST)
+    width = min(settings.current().width, WIDEST_SCREEN)
     if comparison.structure:
         return [Listed(_structure(comparison))]
     if not comparison.differing:  # every value is within its limit
@@ -400,7 +398,7 @@ def _multiples(comparison: Comparison) -> dict[str, list[int]] | None:
     """Multiple -> the ranks that hold it; None if a rank holds no multiple of the big batch."""
     found: list[tuple[int, str]] = []
     for rank in comparison.ranks:
-        factor, rest, off = _nearest(comparison, rank)
+        factor, rest, off = _nearest(comparison.parameters, rank)
         if rest > MULTIPLE or (off > MULTIPLE and rest > MOST_LEFT * off):
             return None
         text = ratio_text(factor)
@@ -409,10 +407,10 @@ def _multiples(comparison: Comparison) -> dict[str, list[int]] | None:
 
 
 def _off_by(comparison: Comparison) -> str:
-    """How far each rank is from the big batch, relative to its norm."""
+    """How far each rank is from the big batch, relative to the norm of what differs there."""
     groups: list[tuple[float, list[int]]] = []
     for rank in comparison.ranks:
-        off = _nearest(comparison, rank)[2]
+        off = _nearest(comparison.differing, rank)[2]
         if groups and abs(groups[-1][0] - off) <= ALIKE * max(off, groups[-1][0]):
             groups[-1][1].append(rank)
         else:
@@ -423,19 +421,21 @@ def _off_by(comparison: Comparison) -> str:
         f"{_on(ranks, comparison)} by {text_of(off, '.2f' if off >= 0.01 else '.2g')}"
         for off, ranks in groups
     ]
-    text = text.replace(" by ", f" {verb} off by ", 1) + " of the big batch's norm"
+    is_all = len(comparison.differing) == len(comparison.parameters)
+    norm = "the big batch's norm" if is_all else "the norm of the wrong gradients"
+    text = text.replace(" by ", f" {verb} off by ", 1) + f" of {norm}"
     text = listed([text, *others], MOST_GROUPS)
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
+def _nearest(of: Sequence[ParameterComparison], rank: int) -> tuple[float, float, float]:
     """(k, rest, off): k times the big batch is nearest; what is left over; how far it is off.
 
     Both are relative: ``rest`` to what the rank holds, ``off`` to the big batch.
     """
     errors = [
         (parameter.norm, error)
-        for parameter in comparison.parameters
+        for parameter in of
         for error in parameter.by_rank
         if error.rank == rank and parameter.norm > 0
     ]

@@ -588,7 +588,7 @@ GATHER_WITHOUT_GRADIENT = Hypothesis(
     multiples=_own_part_alone,
     indication=_loss_of_the_whole_batch,
     lines=_lines_that_gather,
-    mend="use a collective of torch.distributed.nn.functional, or the rank's own loss alone.",
+    mend="use a collective of torch.distributed.nn.functional.",
     of_a_number=True,
 )
 

@@ -424,11 +424,11 @@ def _lines_that_keep_out(view: View) -> list[PointedLine]:
 
 
 def _mend_others(view: View) -> str:
-    left_out, count = _left_out(view), len(view.parameters.names)
+    left_out = _left_out(view)
     if sharded_names(view):
         return f"do not keep {left_out} from FSDP, or all_reduce their gradients yourself."
     if not view.observed.wrappers:
-        return f"all_reduce {left_out} too: {count} parameters must be reduced in all."
+        return f"all_reduce {left_out} too."
     if view.observed.calls.reductions:
         either = f"all_reduce {left_out} too, as is done with other gradients"
         return either + (", or do not keep them from DDP." if _lines_that_keep_out(view) else ".")

@@ -536,5 +536,5 @@ def lines_of_hook_divisors(view: View, hook: CallSite) -> list[PointedLine]:
     for name in divided_by_in(begins) if begins is not None else ():
         given = Origins(run).of_attribute(name)
         if len(given) == 1 and (line := set_at(run, given[0]).line) != hook.line:
-            found.setdefault(line, PointedLine(line, f"sets {name}, by which the hook divides"))
+            found.setdefault(line, PointedLine(line, f"sets {name}, which the hook scales by"))
     return list(found.values())

@@ -476,8 +476,7 @@ def lines_behind(
             for verb, name, setter in _setters(run, reader, only_attributes):
                 behind.append((setter, f"{verb} {name}, which line {reader.number} reads"))
                 for returning in lines_that_return(run, setter) if verb == "sets" else ():
-                    what = f"of which line {setter.number} makes {name}"
-                    behind.append((returning, f"returns a value {what}"))
+                    behind.append((returning, f"returns {name} of line {setter.number}"))
         for setter, note in behind:
             if setter != line:
                 found.setdefault(setter, PointedLine(setter, note))

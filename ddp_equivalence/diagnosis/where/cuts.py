@@ -14,7 +14,10 @@ from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, V
 NAMES = {
     READ_BY_PYTHON: "item",
     "alias": "detach",
+    "constant_pad_nd": "pad",
     "lift_fresh": "tensor",
+    "native_batch_norm": "batch_norm",
+    "native_layer_norm": "layer_norm",
     "_to_copy": "to",
     "addmm": "linear",
     "allreduce_": "all_reduce",

@@ -105,14 +105,12 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
 
 
 def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
-    if not _can_be_asked(view, request):
+    if torch.finfo(view.setting.dtype).eps > COARSEST or not _can_be_asked(view, request):
         return None
     rows = _rows(view)
     order = _order(view, rows)
     deadline = min(request.deadline, MOST_SECONDS)
     runs = operations_beside_one_rank(request, deadline, order or ())
-    if torch.finfo(view.setting.dtype).eps > COARSEST:
-        return None
     if runs is None:
         by_rank = operations_on_ranks(request, deadline)
         if by_rank is None:
@@ -304,7 +302,9 @@ class Divergence:
     that made what it was given, where this is only a part of a sum, or a multiple. ``is_first``: it
     ran before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one
     rank has, where the other values that it meets are of those parts. ``joined``: a rank, and two
-    examples whose rows it joins there; None if it joins rows of the same examples.
+    examples whose rows it joins there; None if it joins rows of the same examples. ``apart``: a
+    rank, an element of its result, and what one rank has at this place, if ranks have parts.
+    ``runs``: how often its line runs it on a rank, and on one rank, if these differ.
     """
 
     operation: Operation
@@ -316,6 +316,8 @@ class Divergence:
     taken: Selection | None = None
     elsewhere: Selection | None = None
     joined: tuple[int, int, int] | None = None
+    apart: tuple[int, float, float] | None = None
+    runs: tuple[int, int] = (0, 0)
 
 
 def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Divergence, ...]:
@@ -340,7 +342,20 @@ def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Diverge
     ]
     if any(one.is_certain for one in found):
         return tuple(found)
-    return (*(Divergence(one, (), None, is_certain=True) for one in only_ranks), *found)
+    of_ranks = (
+        Divergence(one, (), None, is_certain=True, runs=_runs(logs, one)) for one in only_ranks
+    )
+    return (*of_ranks, *found)
+
+
+def _runs(logs: TwoLogs, operation: Operation) -> tuple[int, int]:
+    """How often the line of an operation runs it on a rank, at most, and on one rank."""
+    key = operation.line, operation.name
+    alone, *ranks = (
+        sum((one.line, one.name) == key for one in run.operations)
+        for run in (logs.alone, *logs.ranks)
+    )
+    return max(ranks), alone
 
 
 class _Search:
@@ -436,6 +451,7 @@ class _Search:
             number < next(backward, 0),
             *self._logs.taken(by_rank, alone),
             self._joined(number),
+            self._logs.apart(by_rank, alone),
         )
 
     def _joined(self, number: int) -> tuple[int, int, int] | None:
@@ -474,12 +490,8 @@ class _Search:
     def _diverges(self, number: int) -> bool:
         """True if the result is another one, and nothing is that the operation was given.
 
-        What no operation wrote was made of numbers of Python, by this line as far as is known. That
-        ranks pad what they have to one size is no other value.
+        What no operation wrote was made of numbers of Python, by this line as far as is known.
         """
-        operation = self._operations[number]
-        if operation.name == "constant_pad_nd" and operation.returned == operation.given:
-            return False
         return bool(self._logs.places_that_diverge(number)) and not self._is_given_others(number)
 
     def _is_given_others(self, number: int) -> bool:

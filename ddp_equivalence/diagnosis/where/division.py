@@ -150,8 +150,8 @@ def _no_mean(pieces: Pieces, what: str) -> tuple[str, str, list[PointedLine]]:
         return "the losses agree, and the gradients do not", f"{text} gradient, so {why}", []
     parts = "ranks'" if what == "rank" else "micro-batches'"
     headline = f"the mean of the {parts} gradients is not the big batch's"
-    text = "the loss of the big batch has a term that depends on several examples at once"
-    return headline, f"{text}, or on none", []
+    text = "the gradient of an example depends on which others, or how many, are computed with it"
+    return headline, text, []
 
 
 def _other_divisor(

@@ -156,10 +156,11 @@ def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
     counted = [rank for rank, one in flat.items() if one]
     values = [one for one in flat.values() if one]
     if max(values) - min(values) <= SAME_WEIGHT * most:
-        what = "the own gradient" if len(counted) == 1 else "the sum of the own gradients"
         times = "" if abs(values[0] - 1) <= SAME_WEIGHT else f"{text_of(values[0], '.4g')} times "
-        whose = "the rank itself" if counted == [rank] else ranked(counted, world_size)
-        return f"{times}{what} of {whose}"
+        if counted == [rank]:
+            return f"{times}the rank's own gradient"
+        what = "the own gradient" if len(counted) == 1 else "the sum of the own gradients"
+        return f"{times}{what} of {ranked(counted, world_size)}"
     shown = [
         f"rank {rank} {text_of(one or 0.0, '.4g')}"
         for rank, one in list(flat.items())[:MOST_RANKS_NAMED]

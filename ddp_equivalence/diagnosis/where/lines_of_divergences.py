@@ -28,6 +28,7 @@ from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
+    LOOK_FIRST,
     MOST_LINES,
     Whereabouts,
     first_of_each_line,
@@ -37,10 +38,9 @@ from ddp_equivalence.measurement.calls import CodeLine, Kind
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
-MARKED = "> marks a line with other values."
 
 MOST_DIVERGENCES = 2
-MOST_SHOWN = 3
+MOST_SHOWN = 4
 MOST_WORDS = 9
 """So many words of what no rank reads stand in a headline."""
 
@@ -50,12 +50,10 @@ FIRST_OTHER = (
 )
 
 ONLY_RANKS_RUN = (
-    "A marked line does what has no counterpart on one rank; from there on values differ."
+    "The first marked line runs otherwise on one rank, and what it makes goes into wrong gradients."
 )
 
 ROUNDING = 1e-6
-
-ONLY_RANKS = "has no counterpart on one rank; from here on the values are others"
 
 PARTS = {
     "sum": "each rank has its share of the value on one rank here",
@@ -239,8 +237,9 @@ def _with_lines(
     others = [one for one in found.lines if not one.is_fault]
     behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
     notes = {one.line: one.note for one in found.lines if one.note}
+    only_ranks = {one.operation.line for one in beside.divergences if one.alone is None}
     pointed = [
-        replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
+        replace(one, note=notes.get(one.line, one.note)) if one.line in only_ranks else one
         for one in pointed
     ]
     # The line that writes other numbers is not that which makes them.
@@ -253,7 +252,7 @@ def _with_lines(
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
     seen = [replace(one, is_fault=False) for one in faults]
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
-    marks = MARKED if any(one.is_fault for one in pointed) else ""
+    marks = LOOK_FIRST if any(one.is_fault for one in pointed) else ""
     fix = "" if found.fix == LEAVE_THEM else found.fix  # another line is marked now
     return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE, marks=marks, fix=fix)
 
@@ -291,7 +290,12 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     """Says what the operation returned on one rank, and what it returned on the others."""
     name = called(divergence.operation)
     if divergence.alone is None:
-        return f"{name}: {ONLY_RANKS}"
+        times, once = divergence.runs
+        if not once:
+            return f"{name}: runs only where there are several ranks"
+        if times == once:
+            return f"{name}: runs otherwise than on one rank"
+        return f"{name}: runs {times} times on a rank, {once} times on one rank"
     if divergence.joined is not None:
         rank, one, other = divergence.joined
         return f"{name}: rank {rank} joins the row of example {one} with that of example {other}"
@@ -303,12 +307,16 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
             )
             if here != there
         )
-        here, there = (
+        takes, elsewhere = (
             positions_text(one.of_rank[rank]) for one in (divergence.taken, divergence.elsewhere)
         )
-        return f"{name}: rank {rank} takes {here} here, and {there} elsewhere"
+        return f"{name}: rank {rank} takes {takes} here, and {elsewhere} elsewhere"
     whole = divergence.alone.tensor
     parts = [one.tensor for one in divergence.by_rank]
+    if divergence.apart is not None:
+        at, *numbers = divergence.apart
+        ours, theirs = (text_of(one, ".3g") for one in numbers)
+        return f"{name}: rank {at} has {ours}, and one rank {theirs} there"
     if any(part.shape != whole.shape for part in parts):
         return f"{name}: on some ranks no part of one rank's value"
     element = 0
@@ -317,8 +325,8 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
         element = _first_of_largest(spread)
     shown = ", ".join(text_of(float(part.flatten()[element]), ".3g") for part in parts[:MOST_SHOWN])
     more = ", ..." if world_size > MOST_SHOWN else ""
-    if whole.numel() == 1 and whole.is_floating_point() and not more:
-        more = f" (mean {text_of(sum(map(float, parts)) / len(parts), '.3g')})"
+    if whole.numel() == 1 and divergence.alone.is_floating_point:
+        more += f" (mean {text_of(sum(map(float, parts)) / len(parts), '.3g')})"
     which = f", element {element}" if whole.numel() > 1 else ""
     alone = text_of(float(whole.flatten()[element]), ".3g")
     return f"{name}{which}: {alone} on one rank, here {shown}{more}"
@@ -333,7 +341,6 @@ def _first_of_largest(values: Tensor) -> int:
 # The lines at which a step leaves the loss of the case, with what they compute there.
 
 UNLIKE_LOSS_ALONE = "On one rank the step is wrong, too."
-UNLIKE_LOSS = "> marks values that the loss of the case lacks."
 
 
 def with_unlike_loss(
@@ -367,12 +374,15 @@ def with_unlike_loss(
     for one in ordered:
         lines.setdefault((one.line.file, one.line.number), one)
     if found.kind == "not seen":
-        headline = "the loss is not that of the case"
+        what = "computes what the loss of the case does not"
         if joining is not None:
-            headline = f"line {joining.line.number} joins different examples"
+            what = "joins different examples"
+        elif unlike[0].operation.in_backward:
+            what = "makes other gradients than the loss of the case"
+        headline = f"line {unlike[0].line.number} {what}"
         found = replace(found, kind="own gradient", headline=headline, sentence="")
     shown = tuple(lines.values())[:MOST_LINES]
-    return replace(found, lines=shown, beside_one_rank=alone, marks=UNLIKE_LOSS)
+    return replace(found, lines=shown, beside_one_rank=alone, marks=LOOK_FIRST)
 
 
 def _note_of_value(one: Unlike) -> str:

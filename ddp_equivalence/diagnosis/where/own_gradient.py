@@ -32,6 +32,9 @@ MOST_CHANGES = 2
 SAME_LOSS = 1e-5
 """Losses whose relative difference is smaller are equal."""
 
+MOST_DIGITS = 10
+"""Losses that agree in so many digits differ by rounding."""
+
 NO_LOSS = 1e-12
 """Losses that differ by less are equal: both may be zero up to rounding."""
 
@@ -80,7 +83,9 @@ class Compared:
             return f"its own rows give the loss {alone}"
         if self.is_loss_right:
             return f"its loss is that of its own rows, {alone}"
-        return f"its loss is {text_of(self.piece.loss, '.5g')}, its own rows give {alone}"
+        return "its loss is {}, its own rows give {}".format(
+            *_apart(self.piece.loss, self.loss_alone)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,15 @@ class Judged:
     note: str
     is_wrong: bool
     of_all: bool = False
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Both losses with five digits, or with as many more as it takes to tell them apart."""
+    for digits in range(5, MOST_DIGITS):
+        texts = text_of(one, f".{digits}g"), text_of(other, f".{digits}g")
+        if texts[0] != texts[1]:
+            return texts
+    return text_of(one, ".5g"), text_of(other, ".5g")
 
 
 def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judged:
@@ -114,7 +128,6 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     rounding = pieces.tolerance * max(map(abs, known))
     size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), rounding, NO_LOSS)
     together, right = (0.0 if abs(one) <= rounding else one for one in (together, right))
-    of_big_batch = f"the big batch's {text_of(right, '.5g')}"
     other = [one for one in compared if not abs((one.piece.loss or 0.0) - right) <= size]
     shown = ", ".join(text_of(loss, ".4g") for loss in known[:MOST_RANKS])
     every = f"{shown}, ..." if len(known) > MOST_RANKS else shown
@@ -122,7 +135,8 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     alike = max(known) - min(known) <= size
     if len(other) < len(compared) or alike:  # every rank is to have the loss of the big batch
         rank, loss = (other or compared)[0].piece.rank, (other or compared)[0].piece.loss
-        number = text_of(loss or 0.0, ".5g")
+        number, of_all = _apart(loss or 0.0, right)
+        of_big_batch = f"the big batch's {of_all}"
         headline = f"rank {rank}: its loss is {number}, {of_big_batch}"
         if alike and len(other) == len(compared) > 1:
             headline = f"every rank's loss is {number}, {of_big_batch}"
@@ -133,10 +147,12 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         times = (
             "" if is_mean or abs(weight - 1) <= SAME_LOSS else f"{text_of(weight, '.4g')} times "
         )
-        headline = f"{times}the {unit} {what} loss is {text_of(together, '.5g')}, {of_big_batch}"
+        number, of_all = _apart(together, right)
+        of_big_batch = f"the big batch's {of_all}"
+        headline = f"{times}the {unit} {what} loss is {number}, {of_big_batch}"
         sentence = (
             f"The {unit} losses are {every}; {times}their {'mean' if is_mean else 'sum'} is "
-            f"{text_of(together, '.5g')}, {of_big_batch}. "
+            f"{number}, {of_big_batch}. "
         )
     is_wrong = bool(other) and not abs(together - right) <= size
     note = f"{text_of(one.piece.loss or 0.0, '.5g')} on rank {one.piece.rank}"

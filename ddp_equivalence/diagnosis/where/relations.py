@@ -340,6 +340,25 @@ def _of_numbers(parts: Sequence[Tensor], whole: Tensor, close: Close) -> Relatio
     return "packed" if all(numbers) else "other"
 
 
+def farthest(
+    by_rank: Sequence[Value], alone: Value, sharing: Sharing
+) -> tuple[int, float, float] | None:
+    """A rank, an element that it has, and the element of one rank's value that it should have,
+    where these differ most; None if the ranks have no parts of this size.
+    """
+    parts = [one.tensor for one in by_rank]
+    wholes, _ = next(_choices(parts, alone.tensor, sharing), (None, None))
+    if wholes is None:
+        return None
+    off = [(one - other).abs() for one, other in zip(parts, wholes, strict=True)]
+    most = [float(one.max()) if one.numel() else 0.0 for one in off]
+    rank = most.index(max(most))
+    if not most[rank] > 0:
+        return None
+    place = int(off[rank].argmax())
+    return rank, float(parts[rank].flatten()[place]), float(wholes[rank].flatten()[place])
+
+
 Choice = tuple[Selection | None, list[Tensor] | None]
 """A selection along one dimension, and for each rank the positions; None: all of it, as it is."""
 

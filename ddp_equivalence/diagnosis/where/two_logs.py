@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.where.relations import (
     Selection,
     Sharing,
     Values,
+    farthest,
     related,
 )
 from ddp_equivalence.measurement.calls import Operation, Operations, Value
@@ -160,6 +161,12 @@ class TwoLogs:
             if alone is not None and rival in related(by_rank, alone, sharing).by:
                 return rival, usual
         return None, None
+
+    def apart(
+        self, by_rank: Sequence[Value], alone: Value | None
+    ) -> tuple[int, float, float] | None:
+        """The element of a rank that is farthest from that in its part of what one rank has."""
+        return None if alone is None else farthest(by_rank, alone, self.sharing)
 
     def rivals(self) -> dict[Selection, Selection]:
         """Selections that do not go together with others, which are more frequent.

@@ -15,6 +15,7 @@ MOST_LINES = 3
 MOST_RANKS = 6
 MOST_RANGES = 3
 
+LOOK_FIRST = "> marks what to look at first."
 BACKWARD_BEGINS = "backward begins"
 """The note on a line that tells nothing else."""
 

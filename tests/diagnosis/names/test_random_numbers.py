@@ -68,7 +68,7 @@ def test_whatever_draws_is_compared_with_the_numbers_that_the_ranks_drew(
     assert verdict.error <= verdict.limit
     assert all(one.same for one in verdict.comparison.parameters)
     assert SAME in told(verdict)
-    assert "Rank 0 drew at tests/diagnosis/names/drawing_models.py:" in told(verdict)
+    assert "Rank 0 drew at drawing_models.py:" in told(verdict)
 
 
 @pytest.mark.parametrize(("model", "shared"), [(OneScaleForAll, True), (FunctionalDropout, False)])

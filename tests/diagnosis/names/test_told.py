@@ -395,7 +395,7 @@ STEPS: list[Told] = [
             matches_own_rows(keeps_own),
             case(layout, loss=of_pairs),
             causes="gather_without_gradient",
-            says="Seen to happen; its effect on the numbers cannot be computed.",
+            says="Seen to happen; its part in the difference was not computed.",
         )
         for keeps_own, layout in ((True, "1x2"), (False, "1x4"))
     ),

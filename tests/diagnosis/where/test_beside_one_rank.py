@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import Case, check
 from ddp_equivalence.diagnosis.where import divergence
 from ddp_equivalence.diagnosis.where.lines_of_divergences import RIGHT_ALONE
-from ddp_equivalence.report.blocks import source_of
 from tests.diagnosis.where.faulty import CASE, average, distance, loss, unnamed
 from tests.diagnosis.where.test_kinds_of_differences import maximum_instead_of_sum
 
@@ -99,24 +98,6 @@ def masks_that_do_not_cancel(model: Any, shard: Any, rank: Any) -> None:
     average(model)
 
 
-def own_count_after_padding(model: Any, shard: Any, rank: Any) -> None:
-    """Ranks pad their rows to one size, which is right, and cut off what others have."""
-    loss(model, shard).backward()
-    grad = model.head.bias.grad
-    rows = grad[None].repeat(rank.rank + 1, 1)
-    sizes: Any = [None] * rank.world_size
-    dist.all_gather_object(sizes, len(rows))
-    rows = nn.functional.pad(rows, (0, 0, 0, max(sizes) - len(rows)))
-    everyone = [torch.empty_like(rows) for _ in sizes]
-    dist.all_gather(everyone, rows)
-    first = [one[: len(rows)].sum(0) for one in everyone]  # fault
-    grad.copy_(torch.stack(first).mean(0))
-    for parameter in model.parameters():
-        if parameter is not model.head.bias:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= rank.world_size
-
-
 GAINS = replace(CASE, batch=weighted_rows, loss=relative_gain_loss)
 SPREAD = replace(GAINS, loss=by_spread)
 
@@ -137,12 +118,6 @@ def test_the_line_at_which_the_ranks_part_is_marked(case: Case, step: Any) -> No
     assert where.beside_one_rank.startswith(RIGHT_ALONE)
     assert where.lines[0].is_fault
     assert distance(where, step) <= 1
-
-
-def test_a_line_that_only_pads_is_not_marked() -> None:
-    where = check(CASE, own_count_after_padding).localisation.whereabouts
-    assert where is not None
-    assert "pad(" not in "".join(source_of(one.line) for one in where.lines if one.is_fault)
 
 
 @pytest.mark.parametrize("step", [wrong_on_any_number_of_ranks, sends_to_a_neighbour])

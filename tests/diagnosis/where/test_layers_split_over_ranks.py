@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.diagnosis.where.lines_of_divergences import UNLIKE_LOSS
+from ddp_equivalence.diagnosis.where.whereabouts import LOOK_FIRST
 from tests.diagnosis.where.faulty import distance, unnamed
 
 HIDDEN, WIDTH, LENGTH = 6, 10, 8
@@ -161,7 +161,7 @@ def split_model(model: Any, batch: dict[str, Tensor], rank: Rank) -> None:
 @pytest.mark.parametrize("apply", [bias_on_each_rank, units_of_another_layer])
 def test_the_line_that_computes_another_part_is_marked(apply: Any) -> None:
     where = unnamed(CASE, lambda model, batch, rank: split_layer(model, batch, rank, apply))
-    assert (where.beside_one_rank, where.marks) == ("", UNLIKE_LOSS)
+    assert (where.beside_one_rank, where.marks) == ("", LOOK_FIRST)
     assert distance(where, apply) == 0
 
 
@@ -190,7 +190,7 @@ def test_a_reduction_over_other_ranks_is_marked_and_not_the_parts_that_it_adds_u
 @pytest.mark.parametrize("step", [split_sequences, split_model])
 def test_the_line_with_a_value_that_the_loss_lacks_is_marked(step: Any) -> None:
     where = unnamed(CASE, step)
-    assert (where.beside_one_rank, where.marks) == ("", UNLIKE_LOSS)
+    assert (where.beside_one_rank, where.marks) == ("", LOOK_FIRST)
     assert distance(where, step) == 0
 
 
