@@ -196,8 +196,6 @@ def _sizes(request: Request) -> tuple[int, ...]:
     return build_whole_batch(request.case, request.steps)[1]
 
 
-# Verdicts on steps that one judgement does not show as they are, so that they are judged again.
-#
 # A step with autocast, or with float32 inside float64, is judged in two precisions. A step that
 # differs and drops something on a GPU is judged without dropout.
 

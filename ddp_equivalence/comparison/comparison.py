@@ -209,8 +209,6 @@ def _excess(parameter: ParameterComparison) -> float:
     return math.inf if parameter.error > 0 else 0.0
 
 
-# Compare measured gradients with expected ones: by name, on every rank, as a stream of chunks.
-#
 # A difference raises no error, and nothing is printed: the result is data.
 
 MOSTLY_ONE = 1.02

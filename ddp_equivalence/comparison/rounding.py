@@ -37,14 +37,12 @@ from ddp_equivalence.comparison.gradients import (
 from ddp_equivalence.comparison.tolerance import ZERO, Noise
 from ddp_equivalence.reference import Reference, in_dtype, loss_of_the_case, train
 
-# How far rounding alone moves the gradient of the big batch on one device.
-#
 # The big batch is computed again in other, equally right ways: in the case's own precision, with
 # the examples in reverse order, with weights and inputs moved by one eps, and with the loss
 # scaled before backward. How far these results lie from the float64 reference is the rounding of
 # one device. It is measured for each parameter by itself: a part of the model with little weight
 # in the loss has small gradients, and rounding moves them as little. What a model computes in
-# float32 inside float64 is nudged by eps of float32 (``low_precision.py``).
+# float32 inside float64 is nudged by eps of float32.
 
 SCALE = 3.0
 """The loss is multiplied by this before backward, and the gradients are divided by it afterwards.

@@ -45,8 +45,6 @@ from ddp_equivalence.measurement.observation import Indices
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.reference import in_dtype, train
 
-# The big batch with the random numbers that the ranks drew, so that only other faults are left.
-#
 # The second run records what every rank drew. Each rank's own gradient is then computed again
 # from its rows and these numbers, on one device. If it is the gradient that the rank was seen to
 # compute, the same numbers are given to the big batch, each example's to this example. What still

@@ -23,8 +23,6 @@ from ddp_equivalence.diagnosis.where.lines_of_divergences import (
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.measurement.request import Request
 
-# Where a difference lies: at which lines, and between which losses and rows.
-
 
 @dataclass(frozen=True)
 class Localisation:

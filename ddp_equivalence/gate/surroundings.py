@@ -22,8 +22,6 @@ from ddp_equivalence.ranks.gpus import gpus
 from ddp_equivalence.report.machine import set_variables
 from ddp_equivalence.report.record import versions
 
-# Where a run took place: versions, machine, variables, and the commit of the user's repository.
-
 PACKAGE = Path(__file__).parents[1]
 MACHINE = ("processor", "vectors", "machine", "gpus")
 """Names of facts: with others, rounding is another one too, and so is the time."""

@@ -63,8 +63,6 @@ from ddp_equivalence.measurement.whole_tensors import (
 )
 from ddp_equivalence.ranks.collectives import Issued, issued_so_far, listening
 
-# Records the calls of a step that matter for its gradients, and the lines that made them.
-
 MOST_CALLS = 5_000  # later ones are not recorded
 MOST_IN_VAIN = 20
 """A line after which no loss was found so often is not looked at again: long loops stay fast."""

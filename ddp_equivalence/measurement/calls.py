@@ -21,8 +21,6 @@ from ddp_equivalence.comparison.gradients import bytes_of
 from ddp_equivalence.measurement.whole_tensors import is_flattened
 from ddp_equivalence.ranks.importable import belongs_to_user
 
-# The calls of a step that matter for its gradients, each with the line of code that made it.
-#
 # These are frozen dataclasses. The ranks send them to the judging process with an
 # ``Observation``.
 

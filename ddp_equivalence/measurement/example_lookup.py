@@ -18,8 +18,6 @@ from ddp_equivalence.case.batch import BatchDims, dim_of, entries_by_example
 from ddp_equivalence.measurement.calls import NotPlain, leaves_of_arguments, plain
 from ddp_equivalence.measurement.observation import Indices, RowsRead
 
-# Recognises the examples of the big batch in the tensors that a model is called with.
-#
 # A tensor that shares its memory with the tensors that the rank was given has rows that are known
 # without doubt. Other tensors are recognised by their values: as rows of the batch, in another
 # shape, order of dimensions or dtype, in part, or after an affine change.

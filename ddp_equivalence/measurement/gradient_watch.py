@@ -28,8 +28,6 @@ from ddp_equivalence.measurement.calls import (
 )
 from ddp_equivalence.measurement.lines import may_hide
 
-# Notices what becomes of the gradients of a model while its step runs.
-
 SAME_FACTOR = 1e-3
 """Gradients were multiplied by a number if this much of them, relative to their norm, is not."""
 

@@ -22,8 +22,6 @@ from ddp_equivalence.measurement.calls import (
     line_at,
 )
 
-# Follows the lines of the user's code while a step runs, and the calls of chosen functions.
-#
 # Nothing of torch is replaced for this, so functions that the user has imported by name are seen
 # too. Source: docs.python.org/3/library/sys.html, ``sys.settrace``.
 

@@ -40,8 +40,6 @@ from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
 from ddp_equivalence.reference import big_batch
 
-# Send a case to the ranks, and compare the gradients that they send back while they arrive.
-
 
 @dataclass
 class Measurement:

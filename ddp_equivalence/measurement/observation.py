@@ -38,8 +38,6 @@ from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.users_line import counts_as_torch
 
-# What a rank was seen to do while its step ran: which examples it read, and what it reduced.
-#
 # These are frozen dataclasses. The ranks send them to the judging process.
 
 Indices = tuple[int, ...]

@@ -45,8 +45,6 @@ from ddp_equivalence.measurement.returned import DeclaredRows
 from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.users_line import counts_as_torch
 
-# Watches one rank's model while its step runs.
-#
 # A step is watched only if its gradients differ: the ranks then run it a second time under an
 # ``Observer``.
 

@@ -25,8 +25,6 @@ from ddp_equivalence.measurement.draws import draws_numbers, name_of_operation
 from ddp_equivalence.measurement.observer import backward_on_calling_thread
 from ddp_equivalence.ranks.users_line import users_line
 
-# Records the operations of torch that a step runs, with their values and the lines they are from.
-#
 # A step without a known cause runs like this once on its ranks and once on one rank alone: the
 # first operation whose result one rank does not have shows where they part. Source:
 # pytorch.org/docs/stable/notes/extending.html, "Extending all torch API with Modes".

@@ -46,8 +46,6 @@ from ddp_equivalence.ranks.lanes import (
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Strategy
 
-# Checks the arguments of ``check`` before anything runs.
-
 COMPARES = ("gradients", "update")
 
 

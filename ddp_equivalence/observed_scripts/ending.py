@@ -50,8 +50,6 @@ def failed(record: Record, end: Ending | None) -> ScriptFailed:
     return ScriptFailed(f"{end.sentence}.{alone} It printed last:\n{end.printed}")
 
 
-# Says how a script ended that has not made all steps that were asked for, and where it hangs.
-
 SECONDS_APART = 1.0
 """A rank that is at the same place of a collective twice, so long apart, waits there."""
 

@@ -56,8 +56,6 @@ def _code_in_file(make: Callable[..., CodeType], arguments: Any, file: str) -> C
     return make(*arguments).replace(co_filename=file)
 
 
-# Pickles functions for the ranks, lambdas and closures too, whatever pytest's import mode is.
-#
 # A function of an importable module is pickled as its name. A function that the ranks cannot
 # import under its name is pickled by value, with cloudpickle. Examples are a function of a test
 # module under ``--import-mode=importlib``, and one of a file given on the command line.

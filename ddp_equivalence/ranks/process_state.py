@@ -173,8 +173,6 @@ def _changes_of_environment(
         yield f"{len(names) - MAX_VARIABLES_NAMED} more environment variables changed"
 
 
-# The settings of a process that a case could hand on to the next one, such as the default dtype.
-#
 # A rank compares them before and after its work and restores them. It also takes some of them
 # over from the judging process.
 

@@ -143,8 +143,6 @@ def _wait_for_exception(rank: RankProcess) -> RankEnd | None:
     return end
 
 
-# A set of ranks: starts the processes, submits work to them, collects results, stops them.
-
 START_TIMEOUT = 120.0
 """Seconds that ranks have to join their group. The first ones also wait for torch's import."""
 

@@ -33,8 +33,6 @@ from ddp_equivalence.ranks.lanes import Lane, cuda_devices, failed_starts, first
 from ddp_equivalence.ranks.rank_set import InProcessRankSet, RankSet
 from ddp_equivalence.ranks.server import start_method
 
-# Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
-#
 # Two cases can use the same set if their RankSetKeys are equal. Idle sets leave for other ranks of
 # the run: where processes or file descriptors are scarce, and where a GPU has no room for more. The
 # sets that were idle longest leave first.

@@ -18,8 +18,6 @@ from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, torchs_precision
 from ddp_equivalence.report.record import versions
 from ddp_equivalence.report.text import cut, plural, rank_names
 
-# What this machine has: GPUs, driver, versions, precision, and variables that are set.
-#
 # The GPUs are those that NVML knows of. CUDA is not asked, so this process gets no CUDA context.
 
 GIB = 1024**3

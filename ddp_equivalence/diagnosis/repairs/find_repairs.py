@@ -32,8 +32,6 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.trials import holding, try_edits
 from ddp_equivalence.reference import big_batch
 
-# Tries small edits of a step whose difference has no known cause, and keeps those that repair it.
-#
 # The idea is that of mutation-based fault localisation (Papadakis and Le Traon, "Metallaxis-FL:
 # mutation-based fault localization", 2015): a line is suspicious if a change of it changes the
 # result. Here the change must make every gradient that of the big batch.
