@@ -9,6 +9,17 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_equivalence.ranks import warm_ranks
+from ddp_equivalence.ranks.lanes import cuda_devices
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the ranks of several workers of xdist share the cores of a machine without GPUs. These
+    ranks compute little, so that half of the cores would be idle if one worker waited for another.
+    """
+    if hasattr(config, "workerinput") and not cuda_devices():
+        setattr(warm_ranks, "xdist_locks", lambda: None)  # noqa: B010  # mypy knows its type
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

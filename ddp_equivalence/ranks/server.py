@@ -26,12 +26,14 @@ START_METHODS = ("forkserver", "spawn")
 PRELOAD = (
     "ddp_equivalence.ranks.server_cleanup",
     "ddp_equivalence.ranks.process",
+    "ddp_equivalence.checking.check",
     "ddp_equivalence.measurement.preload",
 )
 """The modules that the server imports, because importing them on every rank would take seconds.
 
-The last module runs a check on ranks. It is given by its name, since this package must not import
-``measurement``. multiprocessing ignores a name that does not exist.
+Files with steps import ``check``, as a rule. The last module runs a check on ranks. They are given
+by their names, since this package must not import them. multiprocessing ignores a name that does
+not exist.
 """
 
 COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -63,7 +65,8 @@ def start_server() -> None:
 
     Raises OSError if the system cannot start another process.
     """
-    forkserver.set_forkserver_preload(list(PRELOAD))
+    tests = ["pytest"] if "pytest" in sys.modules else []  # files with steps import it, too
+    forkserver.set_forkserver_preload([*tests, *PRELOAD])
     _use_own_folder()
     _use_short_folder()
     _mend_folder()

@@ -14,7 +14,9 @@ from ddp_equivalence import Verdict, check, observe
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.observed_scripts import launch
 from tests.combinations import one_of_each
-from tests.package.forks import started
+from tests.package.forks import completed, started
+from tests.package.one_server import with_server_of_these_tests
+from tests.package.someone_elses_run import LONGEST, environment
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = CHECKOUT / "examples"
@@ -122,7 +124,9 @@ def verdict_on(target: str) -> Verdict:
 
 def test_the_command_of_the_page_prints_the_report_that_it_shows_and_nothing_else() -> None:
     target = "examples/gpt2_padded.py:step_rank_mean"
-    exit_code, printed = run("ddp_equivalence", "check", target)
+    command = [sys.executable, "-m", "ddp_equivalence", "check", target]
+    done = completed(command, CHECKOUT, with_server_of_these_tests(environment()), LONGEST)
+    exit_code, printed = done.returncode, done.stdout + done.stderr
     report = [line for line in printed.splitlines() if not line.startswith("explaining the ")]
     assert report[0].startswith("different: step_rank_mean ("), printed  # no library's warning
     assert "\n".join([f"$ ddp-equivalence check {target}", *report, "```"]) in README, printed
@@ -132,20 +136,8 @@ def test_the_command_of_the_page_prints_the_report_that_it_shows_and_nothing_els
 def test_somebody_elses_repository_needs_nothing_but_the_installed_plugin(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     shutil.copytree(EXAMPLES / "someone_elses_repository", repository)
-    exit_code, printed = run("pytest", folder=repository)
-    assert exit_code == 0, printed
-    assert "= compared with one big batch =" in printed
-    assert "2 passed" in printed
-
-
-def run(module: str, *arguments: str, folder: Path = CHECKOUT) -> tuple[int, str]:
-    """Exit code and everything printed, warnings too."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stdout
+    command = [sys.executable, "-m", "pytest"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=LONGEST)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "= compared with one big batch =" in done.stdout
+    assert "2 passed" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -37,3 +38,13 @@ def own_case(**changes: Any) -> Case:
 def right_step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
+
+
+def the_others_wait_for(late: int, rank: Rank) -> bool:
+    """True on the rank that is late, as soon as all others are about to wait for it."""
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"waits {rank.rank}", "")
+    if rank.rank == late:
+        store.wait([f"waits {other}" for other in range(rank.world_size)])
+        time.sleep(0.2)
+    return rank.rank == late

@@ -78,10 +78,17 @@ def test_declared_causes_are_names_of_causes() -> None:
     assert declared <= {one.name for one in HYPOTHESES} | {"no_optimizer_step"}
 
 
+QUICK = ("ddp_plain_sgd", "by_flat_buffer_adamax", "calls_the_bare_model_1", "uneven_shards_3")
+"""Programs that train, in every change. Others compile, or try edits for up to half a minute."""
+
+
 def training(*, right: bool) -> list[Any]:
     """Every n-th program that trains."""
     of_side = [one for one in PROGRAMS if one.topic == "training" and one.right == right]
-    return few_in_every_change(of_side[:: len(of_side) // 5], 2)
+    return [
+        pytest.param(one, id=one.name, marks=() if one.name in QUICK else pytest.mark.thorough)
+        for one in of_side[:: len(of_side) // 5]
+    ]
 
 
 @pytest.mark.parametrize("program", training(right=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_equivalence.commands.main import main
 from tests.combinations import each_once
 from tests.package.commands.test_command_line import BESIDE, USER_FILE
 from tests.package.one_server import with_server_of_these_tests
@@ -86,10 +88,15 @@ def test_an_error_on_stderr_is_replaced_too(folder: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_output_that_has_the_characters_keeps_them(folder: Path) -> None:
-    line = "ddp-equivalence check mine.py:chatty --full"
-    text = in_shell(folder, line, {"PYTHONIOENCODING": "utf-8"})[1]
-    assert "| caf\u00e9 \u2013 \u00d7 \u2026" in text
+@pytest.mark.usefixtures("forget_imports")
+def test_output_that_has_the_characters_keeps_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr(sys, "stdout", written)
+    assert main(["check", f"{folder / 'mine.py'}:chatty", "--full"]) == 1
+    written.seek(0)
+    assert "| caf\u00e9 \u2013 \u00d7 \u2026" in written.read()
 
 
 def test_the_closing_table_is_aligned_in_ascii(folder: Path) -> None:
@@ -109,11 +116,22 @@ def test_the_closing_table_is_aligned_in_ascii(folder: Path) -> None:
     assert [step.index("1"), step.index("-")] == [head.index("1x2") + 2, head.index("2x1") + 2]
 
 
+@pytest.mark.usefixtures("forget_imports")
 @pytest.mark.parametrize(("name", "code"), [("step", 3), ("doubled", 1)])
-def test_a_report_that_nobody_could_read_is_no_success(folder: Path, name: str, code: int) -> None:
-    found, _, errors = in_shell(folder, f"ddp-equivalence check mine.py:{name} >/dev/full")
+def test_a_report_that_nobody_could_read_is_no_success(
+    folder: Path,
+    name: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        found = main(["check", f"{folder / 'mine.py'}:{name}"])
     assert found == code
-    assert errors == ("ddp-equivalence: the output could not be written: No space left on device\n")
+    assert capsys.readouterr().err == (
+        "ddp-equivalence: the output could not be written: No space left on device\n"
+    )
 
 
 def test_a_reader_who_has_read_enough_changes_nothing(folder: Path) -> None:
@@ -128,8 +146,6 @@ def test_a_reader_who_has_read_enough_changes_nothing(folder: Path) -> None:
 
 
 def test_main_gives_the_streams_back(capsys: pytest.CaptureFixture[str]) -> None:
-    from ddp_equivalence.commands.main import main
-
     before = (sys.stdout, sys.stderr, sys.stdout.errors)
     assert main(["faults", "--list"]) == 0
     assert "sum_not_mean" in capsys.readouterr().out

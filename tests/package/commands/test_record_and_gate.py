@@ -122,6 +122,21 @@ def test_the_whole_way(
     assert not [path for path in own.rglob("*") if path.name == ".pytest_cache"]
 
 
+def test_a_check_that_is_wrong_after_the_upgrade_is_red(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(own)
+    code, printed = recorded(own, "before", "--no-suite", "mine.py")
+    assert code == SAME, printed
+    (own / "mine.py").write_text(MINE.replace("FACTOR", AFTER_IT))
+    code, printed = recorded(own, "after", "--no-suite", "mine.py")
+    assert code == DIFFERENT, printed
+    assert main(["gate", "before", "after"]) == DIFFERENT
+    report = capsys.readouterr().out
+    assert "RED  verdict_worse: 1   A check that was right is not" in report
+    assert f"  {CHECK}\n      same -> different [sum_not_mean], error 1, limit" in report
+
+
 def record_of(folder: Path, **asked: object) -> None:
     """A record that says that it is of this."""
     of_nothing = {"suite": "none", "paths": [], "observed": [], "selected": ""}

@@ -28,9 +28,11 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_suite_runs_from_the_wheel_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
+    files = ("equivalence/test_ddp.py", "equivalence/test_right_code.py", PLANTED)
     select = "test_ddp_mean and mlp and 1x2 and float64 or planted and sum_not_mean or tiny_buckets"
+    words = ["run", *(f"tests/{one}" for one in files), "-k", select, "--json", "out.json"]
     done = subprocess.run(
-        [sys.executable, "-m", "ddp_equivalence", "run", "-k", select, "--json", "out.json"],
+        [sys.executable, "-m", "ddp_equivalence", *words],
         cwd=tmp_path,
         env=dict(os.environ) | {"PYTHONPATH": str(unpacked)},
         capture_output=True,
@@ -45,6 +47,18 @@ def test_the_suite_runs_from_the_wheel_in_an_empty_folder(unpacked: Path, tmp_pa
     assert "compared with one big batch" in done.stdout
     assert str(CHECKOUT) not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+PLANTED = "diagnosis/test_planted_faults.py"
+
+
+def test_the_wheel_has_all_files_of_the_suite(unpacked: Path) -> None:
+    tests, suite = CHECKOUT / "tests", unpacked / "ddp_equivalence" / "suite" / "tests"
+    folders = (tests / "equivalence", tests / "difference")
+    files = [one for folder in folders for one in folder.glob("**/*.py")]
+    assert len(files) > 10
+    for file in (*files, tests / "__init__.py", tests / PLANTED):
+        assert (suite / file.relative_to(tests)).read_bytes() == file.read_bytes()
 
 
 def test_the_wheel_is_typed_and_has_its_licence_and_plugin(unpacked: Path) -> None:

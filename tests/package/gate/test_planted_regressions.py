@@ -20,6 +20,11 @@ from tests.package.gate.records import found, judged, read
 
 WORDS = "test_ddp_mean_gives and (1x2 or 2x2-equal) and (linear or frozen or mlp-mse) and not exact"
 
+pytestmark = pytest.mark.thorough
+"""Each takes up to half a minute. In every change test_gate.py tests the finding of every kind from
+two records, and test_record_and_gate.py the way from a step to a red gate.
+"""
+
 STEP = "        task.loss(ddp, shard).backward()\n"
 TEST = "tests/equivalence/test_ddp.py"
 DDP_MEAN = "ddp_equivalence/strategies/ddp_mean.py"
@@ -125,7 +130,6 @@ def record(package: Path, out: Path) -> None:
     assert "This run is recorded in" in run.stdout, run.stdout + run.stderr
 
 
-@pytest.mark.thorough
 def test_without_an_edit_nothing_is_red(original: Path, tmp_path: Path) -> None:
     record(original, tmp_path / "after")
     judgement = judged(original / "before", tmp_path / "after")
@@ -133,17 +137,7 @@ def test_without_an_edit_nothing_is_red(original: Path, tmp_path: Path) -> None:
     assert [str(one) for one in judgement.findings if one.level == "red"] == []
 
 
-IN_EVERY_CHANGE = ("a strategy computes something else",)
-"""It takes ten seconds. The finding of every kind is tested from two records in test_gate.py."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_EVERY_CHANGE else pytest.mark.thorough)
-        for name in REGRESSIONS
-    ],
-)
+@pytest.mark.parametrize("name", REGRESSIONS)
 def test_a_regression_is_red_for_what_it_is(original: Path, tmp_path: Path, name: str) -> None:
     regression = REGRESSIONS[name]
     edited = tmp_path / "edited"

@@ -36,6 +36,7 @@ from ddp_equivalence.observed_scripts.launch import (
 from ddp_equivalence.observed_scripts.options import ObserveOptions, Options
 from ddp_equivalence.observed_scripts.queries import VARIABLE
 from tests.package.forks import started
+from tests.package.observed_scripts.observing import started_until
 from tests.package.someone_elses_run import hear_ctrl_c
 
 
@@ -124,6 +125,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 weight = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
 if rank == 0:
+    open("trains", "w").close()
     for _ in range(4):
         weight(torch.ones(3, 2)).sum().backward()
         optimizer.step()
@@ -134,10 +136,10 @@ dist.barrier()
 def test_a_rank_that_trains_something_alone_is_told(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(ONE_RANK_ALONE)
     with (
-        patch.object(launch, "start", started),
+        patch.object(launch, "start", started_until("trains")),
         pytest.raises(ScriptFailed, match="Only rank 0 made them"),
     ):
-        observe((sys.executable, "t.py"), folder=tmp_path, steps=2, deadline=6)
+        observe((sys.executable, "t.py"), folder=tmp_path, steps=2, deadline=2, precision="own")
 
 
 OF_LAUNCHER = """Traceback (most recent call last):
@@ -247,8 +249,11 @@ def test_python_is_that_of_the_environment_of_this_package(
 
 def test_a_script_that_makes_no_step_says_what_it_printed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nraise SystemExit('nothing to train')\n")
-    with pytest.raises(ScriptFailed, match=r"with exit code 1\.(.|\n)*nothing to train"):
-        observe("python train.py --nprocs 2", folder=tmp_path)
+    with (
+        patch.object(launch, "start", started),
+        pytest.raises(ScriptFailed, match=r"with exit code 1\.(.|\n)*nothing to train"),
+    ):
+        observe((sys.executable, "train.py", "--nprocs", "2"), folder=tmp_path)
 
 
 def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.ending import Ending, RankPlace, ScriptFailed
 from ddp_equivalence.observed_scripts.report import as_json
-from tests.package.observed_scripts.observing import observed, source_of_fault
+from tests.package.observed_scripts.observing import (
+    observed,
+    source_of_fault,
+    started_until,
+)
 
 SCRIPT = "ends_early.py"
 IN_A, IN_B = (RankPlace(CodeLine("train.py", n, "train"), "all_reduce") for n in (1, 2))
@@ -19,12 +23,12 @@ ELSEWHERE, GONE = RankPlace(CodeLine("train.py", 3, "train")), RankPlace(has_end
 
 
 def test_a_hang_of_ranks_that_wait_for_each_other_is_a_fault_and_says_where_they_wait() -> None:
-    found = observed(SCRIPT, "stops", steps=5, deadline=8)
+    found = observed(SCRIPT, "stops", steps=5, deadline=2, start=started_until("the_end_is_near"))
     assert [one.outcome for one in found.verdicts] == ["same"]
     assert (found.outcome, found.cause) == ("different", "ranks_wait_for_each_other")
     for report in (str(found), found.full_report()):
         text = " ".join(report.split())
-        assert "was ended after 8 s, after 1 of the 5 steps that were asked for" in text
+        assert "was ended after 2 s, after 1 of the 5 steps that were asked for" in text
         assert re.search(
             r"rank 0 waits in .{1,30} at ends_early.py:\d+; rank 1 waits in barr", text
         )
@@ -54,7 +58,14 @@ def test_a_crash_after_a_step_that_differs_is_told_beside_it() -> None:
 
 
 def test_a_rank_that_does_something_else_at_the_deadline_may_come_yet() -> None:
-    found = observed(SCRIPT, "sleeps", steps=5, deadline=8, precision="own")
+    found = observed(
+        SCRIPT,
+        "sleeps",
+        steps=5,
+        precision="own",
+        deadline=2,
+        start=started_until("the_end_is_near"),
+    )
     assert (found.outcome, [one.outcome for one in found.verdicts]) == ("unknown", ["same"])
     assert found.verdict.unknown_because is UnknownBecause.RANKS_TIMED_OUT
     assert re.search(r"rank 1 is at ends_early.py:\d+$", found.verdict.reason)
@@ -63,7 +74,14 @@ def test_a_rank_that_does_something_else_at_the_deadline_may_come_yet() -> None:
 def test_a_hang_before_the_first_step_says_where_the_ranks_wait() -> None:
     where = r"asked for; rank 0 waits in [a-zA-Z' ]+ at ends_early.py:\d+\. It printed"
     with pytest.raises(ScriptFailed, match=where):
-        observed(SCRIPT, "hangs_at_once", steps=5, deadline=8, precision="own")
+        observed(
+            SCRIPT,
+            "hangs_at_once",
+            steps=5,
+            precision="own",
+            deadline=2,
+            start=started_until("the_end_is_near"),
+        )
 
 
 def test_a_script_may_end_after_fewer_steps_on_all_ranks_and_says_so() -> None:

@@ -367,12 +367,15 @@ def test_strict_lets_a_warning_fail(
 # --- the forks in which these tests run scripts
 
 
-def test_a_fork_gives_what_an_interpreter_gives_that_was_started() -> None:
-    words = ("classifier.py", "clip")
-    command = (sys.executable, *words, "--nprocs", "2")
-    with_processes = observe(command, folder=SCRIPTS)
+@pytest.mark.parametrize(
+    "words", ["classifier.py", pytest.param("classifier.py clip", marks=pytest.mark.thorough)]
+)
+def test_a_fork_gives_what_an_interpreter_gives_that_was_started(words: str) -> None:
+    command = (sys.executable, *words.split(), "--nprocs", "2")
+    with_processes = observe(command, folder=SCRIPTS, steps=1)
     assert with_processes.verdicts
-    assert without_seconds(str(observed(*words))) == without_seconds(str(with_processes))
+    with_forks = observed(*words.split(), steps=1)
+    assert without_seconds(str(with_forks)) == without_seconds(str(with_processes))
 
 
 def without_seconds(report: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.pytest_plugin.options import check_markers
-from tests.package.someone_elses_run import command, environment, hear_ctrl_c, run
+from tests.package.someone_elses_run import run
 
 THEIR_TEST = """
 import pytest, torch
@@ -354,32 +353,3 @@ def test_the_catalogue_splits_by_lane_marker(no_cuda: None) -> None:
     assert code == 0, text
     assert "gloo_cuda]" in text
     assert "gloo_fallback]" not in text
-
-
-def test_ranks_end_when_the_run_is_interrupted(their_repository: Path) -> None:
-    """Ctrl-C: SIGINT to pytest while its ranks sleep."""
-    import signal
-    import time
-
-    folder = repr(str(their_repository))
-    slow = SLOW.replace('Path(f"pid', f'Path({folder}, f"pid')
-    (their_repository / "tests" / "test_slow.py").write_text(slow)
-    process = subprocess.Popen(
-        command("tests/test_slow.py"),
-        cwd=their_repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        preexec_fn=hear_ctrl_c,
-    )
-    files = [their_repository / f"pid{rank}" for rank in (0, 1)]
-    until = time.monotonic() + 60
-    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < until:
-        time.sleep(0.1)
-    pids = [int(file.read_text()) for file in files]
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, text
-    assert "KeyboardInterrupt" in text
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -110,7 +110,7 @@ def square(number: int) -> int:
 
 
 def uses_a_pool(method: str, model: nn.Module, shard: Rows, rank: Rank) -> None:
-    with multiprocessing.get_context(method).Pool(2) as pool:
+    with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.map(square, range(4)) == [0, 1, 4, 9]
     right_step(model, shard, rank)
 
@@ -269,7 +269,9 @@ def test_the_start_method_is_that_of_a_script_and_a_choice_does_not_reach_the_ne
     assert check(own_case(), STEPS["persistent"]).outcome == "same"
 
 
-def test_rank_0_in_this_process_may_start_workers_too() -> None:
+def test_rank_0_in_this_process_may_start_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So long torch waits for each worker of an iterator that is abandoned, here instead of 5 s.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     before = {child.pid for child in psutil.Process().children()}
     for name in ("a class of rows", "abandoned"):
         verdict = check(own_case(), STEPS[name], in_process=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.package import someone_elses_run
+from tests.package.forks import completed
+from tests.package.one_server import with_server_of_these_tests
 
 HELPER = """
 import torch.distributed as dist
@@ -100,13 +101,7 @@ def test_a_file_that_changes_a_module_beside_it_is_judged_with_the_change(tmp_pa
     (tmp_path / "train.py").write_text(HELPER)
     start = "import train\nfrom train import reduce_gradients\n"
     (tmp_path / "mine.py").write_text(start + "train.AVERAGE = False\n" + CASE)
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_equivalence", "check", "mine.py"],
-        cwd=tmp_path,
-        env=someone_elses_run.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=someone_elses_run.LONGEST,
-    )
+    command = [sys.executable, "-m", "ddp_equivalence", "check", "mine.py"]
+    variables = with_server_of_these_tests(someone_elses_run.environment())
+    done = completed(command, tmp_path, variables, someone_elses_run.LONGEST)
     assert done.returncode == 1, done.stdout + done.stderr

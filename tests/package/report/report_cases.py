@@ -11,7 +11,7 @@ from torch import nn
 from ddp_equivalence import Case, Rank
 from ddp_equivalence.commands.planting import one_element
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
-from tests.package.own_cases import loss, own_case, right_step
+from tests.package.own_cases import loss, own_case, right_step, the_others_wait_for
 
 
 def left_out(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -57,7 +57,7 @@ def decay_on_every_rank(model: nn.Module, batch: Any, rank: Rank) -> None:
 
 
 def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
-    if rank.rank == 2:
+    if the_others_wait_for(2, rank):
         print("about to fail")
         raise ValueError("no such column: age")
     right_step(model, shard, rank)

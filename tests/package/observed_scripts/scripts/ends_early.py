@@ -1,6 +1,7 @@
 """Trains until its data are over; a word on the command line lets a rank end otherwise."""
 
 import time
+from pathlib import Path
 
 import start
 import torch
@@ -25,11 +26,15 @@ def train(options):
     data = TensorDataset(
         torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
     )
-    if "hangs_at_once" in options and rank == 1:
-        dist.barrier()
+    if "hangs_at_once" in options:
+        Path("the_end_is_near").touch()
+        if rank == 1:
+            dist.barrier()
     for number, (inputs, targets) in enumerate(DataLoader(data, batch_size=6)):
-        if "sleeps" in options and rank == 1 and number == 1:
-            time.sleep(1000)
+        if rank == 1 and number == 1:
+            Path("the_end_is_near").touch()
+            if "sleeps" in options:
+                time.sleep(1000)
         loss = nn.functional.mse_loss(model(inputs), targets)
         if "times" in options:
             loss = loss * dist.get_world_size()
@@ -37,8 +42,11 @@ def train(options):
         loss.backward()
         optimizer.step()
         if "stops" in options and validation_loss(data) == 0.0:
+            Path("the_end_is_near").touch()
             break
-        if "raises" in options and rank == 1:
+        if "raises" in options and dist.get_world_size() > 1:
+            if rank == 0:
+                time.sleep(1000)  # its own error, of a lost connection, could be told first
             raise RuntimeError("rank 1 has no room left")
         if "all_stop" in options and number == 1:
             break
