@@ -149,7 +149,7 @@ def lines_right(names: Iterable[str]) -> dict[str, bool]:
             user = load(path, fault.own_step)
             with planted(name):
                 verdict = check(user.case, user.step, **user.options)
-            found[name] = points_at(verdict, name, fault.acts_at)
+            found[name] = points_at(verdict, fault.cause, fault.acts_at)
     return found
 
 

@@ -27,8 +27,8 @@ from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 Outcome = Literal["named", "among", "misnamed", "missed", "cannot_show", "never_fired"]
 """The result of planting a fault, in a word.
 
-If the suite found a difference, it accepted the fault as the first cause ("named"), as one of
-several causes ("among"), or not at all ("misnamed"). If the suite found no difference, then the
+If the suite found a difference, it accepted the cause of the fault alone ("named"), as one of
+several ("among"), or not at all ("misnamed"). If the suite found no difference, then the
 fault cannot show in this trial, and the verdict says so ("cannot_show"); or the fault never did its
 damage ("never_fired"); or it did, and the suite did not notice ("missed").
 """
@@ -67,18 +67,18 @@ def run_fault_trials(fault_trials: Sequence[FaultTrial]) -> Iterator[FaultResult
 
 def result_of(fault_trial: FaultTrial, verdict: Verdict) -> FaultResult:
     """Say whether the verdict caught the planted fault, and under which name."""
-    name, because, distance = fault_trial.fault.name, verdict.unknown_because, 0.0
-    causes = tuple(cause for one in verdict.findings if one.accepted for cause in one.causes)
+    cause, because, distance = fault_trial.fault.cause, verdict.unknown_because, 0.0
+    causes = tuple(name for one in verdict.findings if one.accepted for name in one.causes)
     outcome: Outcome = "missed"
     if verdict.outcome == "different":
         distance = (verdict.error or 0.0) / verdict.limit if verdict.limit else 0.0
-        outcome = "named" if name in causes[:1] else "among" if name in causes else "misnamed"
+        outcome = "named" if causes == (cause,) else "among" if cause in causes else "misnamed"
     elif fault_trial.why_it_cannot_show and because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW:
         outcome = "cannot_show"
     elif because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED:
         outcome = "never_fired"
     checked = f"{verdict.subject} on {fault_trial.trial.case}"
-    return FaultResult(name, outcome, causes, distance, verdict.seconds, checked)
+    return FaultResult(fault_trial.fault.name, outcome, causes, distance, verdict.seconds, checked)
 
 
 HEAD = (

@@ -34,7 +34,7 @@ def needs_two_ranks(layout: Layout) -> str | None:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. It has the name of the cause that the diagnosis must find.
+    """One fault. The diagnosis must find its ``cause``, which its name is if no other is given.
 
     A fault breaks torch, or it replaces the train step. ``FAULTS`` finds each ``Fault``
     that a module of this package makes. The fields after ``why_it_cannot_show`` say where the
@@ -71,3 +71,8 @@ class Fault:
     is done in no line of such a step."""
     acts_at: tuple[str, ...] = ("wrap", "backward")
     """The lines of that step at which the fault acts: a report must point at one of them."""
+    cause: str = ""
+    """The cause that the diagnosis must find; that of the fault's name by default."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", self.cause or self.name)

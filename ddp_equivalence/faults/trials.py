@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -61,33 +62,18 @@ def fault_trials(
 
 
 def _trials_of(fault: Fault, layouts: Sequence[str], every: bool) -> Iterator[FaultTrial]:
-    first = (fault.strategies[0], fault.pairs[0], fault.shards[0], DTYPES[0])
-    for strategy in fault.strategies:
-        for pair in fault.pairs:
-            for shards in fault.shards:
-                for dtype in DTYPES:
-                    is_first = (strategy, pair, shards, dtype) == first
-                    for layout in layouts:
-                        if not (every or is_first or layout == MAIN_LAYOUT):
-                            continue
-                        trial = _trial(fault, strategy, pair, layout, shards, dtype)
-                        # Where the strategy differs anyway, there would be two causes.
-                        if fault.strategy_differs_anyway or trial.cause is None:
-                            yield FaultTrial(fault, trial)
-
-
-def _trial(
-    fault: Fault,
-    strategy: str,
-    pair: tuple[str, str],
-    layout: str,
-    shards: str,
-    dtype: torch.dtype,
-) -> Trial:
-    case = case_of(STRATEGIES[strategy], *pair, layout, shards, dtype)
-    if fault.extra_examples:
-        case = replace(case, examples=case.catalogue_examples + fault.extra_examples)
-    return Trial(case, strategy, steps=fault.steps)
+    combinations = product(fault.strategies, fault.pairs, fault.shards, DTYPES)
+    for (number, combination), layout in product(enumerate(combinations), layouts):
+        if not (every or number == 0 or layout == MAIN_LAYOUT):
+            continue
+        strategy, pair, shards, dtype = combination
+        case = case_of(STRATEGIES[strategy], *pair, layout, shards, dtype)
+        if fault.extra_examples:
+            case = replace(case, examples=case.catalogue_examples + fault.extra_examples)
+        trial = Trial(case, strategy, steps=fault.steps)
+        # Where the strategy differs anyway, there would be two causes.
+        if fault.strategy_differs_anyway or trial.cause is None:
+            yield FaultTrial(fault, trial)
 
 
 def _ranks_divide_by_one_number(case: Case) -> bool:

@@ -256,7 +256,7 @@ def _summary(results: RunResults, must_run: Sequence[str]) -> Mapping[str, objec
         "not_run": len(results.trials_not_run),
         "planted": len(planted),
         "planted_caught": sum(record.outcome == "different" for record in planted),
-        "planted_named": sum(record.planted in record.causes for record in planted),
+        "planted_named": sum(map(_is_named, planted)),
         "parameters_compared": sum(record.parameters * record.ranks for record in compared),
         "lanes": dict(Counter(record.backend for record in compared)),
         "must_run_missing": list(results.lanes_missing(must_run)),
@@ -471,14 +471,21 @@ def _known_differences(known: Sequence[Record], width: int) -> Iterator[Line]:
     yield Line(f"{'':<{width}}{names}")
 
 
+def _is_named(record: Record) -> bool:
+    """True if the cause of the planted fault is among those that were accepted."""
+    from ddp_equivalence.faults import FAULTS
+
+    return FAULTS[record.planted].cause in record.causes
+
+
 def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     """The planted faults, which prove that the checks of the table could have failed."""
     if not planted:
         return
     shown = [record for record in planted if record.outcome != "unknown"]
     caught = [record for record in shown if record.outcome == "different"]
-    named = sum(record.planted in record.causes for record in caught)
-    rivals = sum(record.planted in record.causes[1:] for record in caught)
+    named = [record for record in caught if _is_named(record)]
+    rivals = sum(len(record.causes) > 1 for record in named)
     kinds = len({record.planted for record in shown})
     note = f"{kinds} {plural(kinds, 'kind')}"
     note += f"; {rivals} beside other causes that leave the same numbers" if rivals else ""
@@ -486,10 +493,8 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     ratios = [record.error / record.limit for record in caught if record.error and record.limit]
     distances = [ratio for ratio in ratios if ratio > 1]
     nearest = f", nearest {min(distances):.0e} limits away" if distances else ""
-    yield Line(
-        f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
-        f"named ({note}){nearest}"
-    )
+    counts = f"{len(caught)} of {len(shown)} caught, {len(named)} of {len(shown)} named"
+    yield Line(f"{'planted faults':<{width}}{counts} ({note}){nearest}")
     cannot_show = UnknownBecause.PLANTED_FAULT_CANNOT_SHOW.value
     hidden = sum(record.unknown_because == cannot_show for record in planted)
     for count, text, style in (

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
 import torch
 
-from ddp_equivalence import check
+from ddp_equivalence import SuiteBug, check
 from ddp_equivalence.commands.planting import result_of
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
-from ddp_equivalence.faults import FAULTS
+from ddp_equivalence.faults import FAULTS, faults_in
+from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial, fault_trials
 
@@ -83,7 +87,21 @@ def test_without_a_second_look_all_that_leave_the_same_numbers_are_named() -> No
     assert verdict.observed == {}
     accepted = {one.cause for one in verdict.findings if one.accepted}
     assert {"no_all_reduce", "raw_module_called", "no_sync_left_on", "wrapper_dropped"} <= accepted
+    # The first of several causes is not named alone, and a fault may be a second one of its cause.
+    first = str(verdict.cause)
+    for fault in (FAULTS[first], replace(FAULTS["sum_not_mean"], cause=first)):
+        result = result_of(replace(fault_trial, fault=fault), verdict)
+        assert (result.fault, result.outcome) == (fault.name, "among")
 
 
 def test_every_cause_has_a_fault_and_every_fault_a_diagnosis() -> None:
-    assert sorted(one.name for one in HYPOTHESES) == sorted(FAULTS)
+    assert {one.name for one in HYPOTHESES} == {one.cause for one in FAULTS.values()}
+
+
+def test_two_faults_of_one_name_are_an_error_that_names_both_places() -> None:
+    first, second = ModuleType("faults.one"), ModuleType("faults.other")
+    first.FIRST = second.SHARED = Fault("sum_not_mean", "One.")  # type: ignore[attr-defined]
+    assert list(faults_in([first, second])) == ["sum_not_mean"]
+    second.SECOND = Fault("sum_not_mean", "Another.")  # type: ignore[attr-defined]
+    with pytest.raises(SuiteBug, match=r"faults\.one\.FIRST and faults\.other\.SECOND"):
+        faults_in([first, second])

@@ -11,11 +11,7 @@ from tests.package.pointed_at import judged, mean_loss
 
 pytestmark = pytest.mark.self_check
 
-WITH_LINES = [
-    one.name
-    for one in HYPOTHESES
-    if one.headline and one.name in FAULTS and FAULTS[one.name].own_step
-]
+WITH_LINES = [name for name, fault in FAULTS.items() if fault.own_step]
 
 
 @pytest.mark.parametrize("name", WITH_LINES)

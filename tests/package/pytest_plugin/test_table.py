@@ -68,7 +68,12 @@ def test_a_trial_that_did_not_run_is_uncertain_and_a_lane_that_had_to_run_is_bad
 def test_a_fault_that_only_the_bits_of_the_ranks_show_is_near_no_limit() -> None:
     caught = {"outcome": "different", "expected": "different", "limit": 1e-3}
     far = record(planted="sum_not_mean", causes=("sum_not_mean",), error=1.0, **caught)
-    bits = record(planted="by_bits", causes=("by_bits",), error=1e-9, **caught)
+    bits = record(
+        planted="ranks_differ_by_rounding",
+        causes=("ranks_differ_by_rounding",),
+        error=1e-9,
+        **caught,
+    )
     (row,) = (text for text in styles(RunResults([far, bits])) if text.startswith("planted"))
     assert row.endswith("2 of 2 caught, 2 of 2 named (2 kinds), nearest 1e+03 limits away")
 
