@@ -481,7 +481,13 @@ def lines_behind(
             if setter != line:
                 found.setdefault(setter, PointedLine(setter, note))
         level = [setter for setter, _ in behind]
-    return list(found.values())[:most]
+    # A constant is the same on all ranks, so what else is read tells more.
+    return sorted(found.values(), key=lambda one: _sets_constant(one.line))[:most]
+
+
+def _sets_constant(line: CodeLine) -> bool:
+    place = place_at(line)
+    return place is not None and isinstance(getattr(place.statement, "value", None), ast.Constant)
 
 
 def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:

@@ -304,7 +304,7 @@ class Divergence:
     rank has, where the other values that it meets are of those parts. ``joined``: a rank, and two
     examples whose rows it joins there; None if it joins rows of the same examples. ``apart``: a
     rank, an element of its result, and what one rank has at this place, if ranks have parts.
-    ``runs``: how often its line runs it on a rank, and on one rank, if these differ.
+    ``runs``: how often its line runs it on each rank, and last on one rank, if that tells.
     """
 
     operation: Operation
@@ -317,7 +317,7 @@ class Divergence:
     elsewhere: Selection | None = None
     joined: tuple[int, int, int] | None = None
     apart: tuple[int, float, float] | None = None
-    runs: tuple[int, int] = (0, 0)
+    runs: tuple[int, ...] = ()
 
 
 def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Divergence, ...]:
@@ -348,14 +348,13 @@ def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Diverge
     return (*of_ranks, *found)
 
 
-def _runs(logs: TwoLogs, operation: Operation) -> tuple[int, int]:
-    """How often the line of an operation runs it on a rank, at most, and on one rank."""
+def _runs(logs: TwoLogs, operation: Operation) -> tuple[int, ...]:
+    """How often the line of an operation runs it on each rank, and on one rank."""
     key = operation.line, operation.name
-    alone, *ranks = (
+    return tuple(
         sum((one.line, one.name) == key for one in run.operations)
-        for run in (logs.alone, *logs.ranks)
+        for run in (*logs.ranks, logs.alone)
     )
-    return max(ranks), alone
 
 
 class _Search:
@@ -383,7 +382,9 @@ class _Search:
                 here, is_read_by_both = open_ones.pop()
                 number = on_one_rank.get(here)
                 operation = of_rank.operations[here]
-                if here in seen or (number is not None and self._logs.result(number) in RELATED):
+                is_related = number is not None and self._logs.result(number) in RELATED
+                # Where a part is right, another part of the same memory may not be.
+                if here in seen or (is_related and operation.name not in TAKING_PARTS):
                     continue
                 seen.add(here)
                 if number is not None and self._diverges(number):

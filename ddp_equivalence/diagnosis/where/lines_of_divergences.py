@@ -24,7 +24,7 @@ from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import Scaling
 from ddp_equivalence.diagnosis.where.own_gradient import line_of_backward, own_backwards
 from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS, LEAVE_THEM, OTHER_NUMBERS
-from ddp_equivalence.diagnosis.where.step_and_loss import Unlike
+from ddp_equivalence.diagnosis.where.step_and_loss import NUMBERS, Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
     BACKWARD_BEGINS,
@@ -100,9 +100,26 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
     unlike = beside.loss.unlike or beside.loss.changed
     if found.kind == "reduction":  # the losses are right, and what becomes of gradients may not be
-        unlike = beside.loss.changed if found.shows_later else ()
+        is_vague = found.shows_later or found.headline.endswith(OTHER_NUMBERS)
+        unlike = beside.loss.changed if is_vague else ()
     alone = "" if view.world_size == 1 or beside.is_right_alone is None else UNLIKE_LOSS_ALONE
+    if not unlike and found.kind == "not seen" and beside.loss.begins_right:
+        return _with_own_backwards(found, view)
     return with_unlike_loss(found, unlike, view, alone, knows_numbers=numbers)
+
+
+def _with_own_backwards(found: Whereabouts, view: View) -> Whereabouts:
+    """The backward methods of the user's own, where the losses are right and gradients are not."""
+    backward = next((one.first for one in view.observed.calls.backwards), None)
+    own = map(line_of_backward, own_backwards(view.observed.by_rank[0], backward))
+    begins = [one.pointed(BACKWARD_BEGINS) for one in view.observed.calls.backwards[:1]]
+    return replace(
+        found,
+        kind="own gradient",
+        headline="the losses are right, and the gradients are not",
+        sentence="",
+        lines=first_of_each_line([*own, *begins]),
+    )
 
 
 def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
@@ -268,7 +285,10 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
     certain = [one for one in found if one.is_certain]
     outside = [one for one in certain if not one.operation.in_backward]
     lines: dict[CodeLine, PointedLine] = {}
-    for divergence in (outside or certain)[:MOST_DIVERGENCES]:
+    first = outside or certain
+    # What is made of numbers of Python is wrong before: the lines behind it tell more than others.
+    most = 1 if first and first[0].operation.name in NUMBERS else MOST_DIVERGENCES
+    for divergence in first[:most]:
         line = divergence.operation.line
         if line is not None:
             note = _note_of_divergence(divergence, view.world_size)
@@ -290,12 +310,16 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     """Says what the operation returned on one rank, and what it returned on the others."""
     name = called(divergence.operation)
     if divergence.alone is None:
-        times, once = divergence.runs
+        *ranks, once = divergence.runs
+        least, most = min(ranks), max(ranks)
+        if least < most:
+            here, there = ranks.index(least), ranks.index(most)
+            return f"{name}: runs {_times(least)} on rank {here}, {_times(most)} on rank {there}"
         if not once:
             return f"{name}: runs only where there are several ranks"
-        if times == once:
+        if most == once:
             return f"{name}: runs otherwise than on one rank"
-        return f"{name}: runs {times} times on a rank, {once} times on one rank"
+        return f"{name}: runs {_times(most)} on a rank, {_times(once)} on one rank"
     if divergence.joined is not None:
         rank, one, other = divergence.joined
         return f"{name}: rank {rank} joins the row of example {one} with that of example {other}"
@@ -330,6 +354,10 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     which = f", element {element}" if whole.numel() > 1 else ""
     alone = text_of(float(whole.flatten()[element]), ".3g")
     return f"{name}{which}: {alone} on one rank, here {shown}{more}"
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
 
 
 def _first_of_largest(values: Tensor) -> int:

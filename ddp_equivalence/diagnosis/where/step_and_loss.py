@@ -16,11 +16,12 @@ import torch
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import tensors_of
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
-from ddp_equivalence.diagnosis.where.loss import behind
+from ddp_equivalence.diagnosis.where.loss import behind, losses_of
 from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
-from ddp_equivalence.diagnosis.where.relations import Known, KnownValues, Rows, agree
+from ddp_equivalence.diagnosis.where.relations import ROUNDING, Known, KnownValues, Rows, agree
 from ddp_equivalence.diagnosis.where.two_logs import PACKING, partners
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.measurement.observation import Indices
@@ -83,11 +84,13 @@ class StepAndLoss:
     """A step that is wrong on one rank, beside the loss of the case. ``unlike``: where its forward
     passes leave this loss. ``cuts``: where gradients end that go on in the loss. ``changed``: the
     first operations in or after backward passes that make other gradients, of what the loss has.
+    ``begins_right``: the backward passes of all ranks were seen to begin at the right loss.
     """
 
     unlike: tuple[Unlike, ...] = ()
     cuts: tuple[Cut, ...] = ()
     changed: tuple[Unlike, ...] = ()
+    begins_right: bool = False
 
 
 def compared_with_the_loss(view: View, step: Operations, parts: Sequence[Indices]) -> StepAndLoss:
@@ -124,7 +127,9 @@ def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> Ste
     if loss is None:
         return StepAndLoss()
     unlike = loss.unlike(ranks)
-    return StepAndLoss(unlike, (), () if unlike else loss.unlike(ranks, backward=True)[:1])
+    changed = () if unlike else loss.unlike(ranks, backward=True)[:1]
+    begins_right = all(one.begins_right for one in loss.searches(ranks))
+    return StepAndLoss(unlike, (), changed, begins_right)
 
 
 @dataclass(frozen=True)
@@ -159,17 +164,36 @@ class _Loss:
         examples; () if there are too many. ``backward``: look at backward passes instead of the
         others. ``scalars_count``: single numbers must be those of the loss, too.
         """
-        known = KnownValues(_known(self.view, self.recorded, backward), self.multiples, self.eps)
-        kind = _InGradients if backward else _Search
         found: dict[CodeLine, Unlike] = {}
-        for rank, run in enumerate(runs):
-            sums = _Sums(runs, rank, known)
-            search = kind(run, self.recorded, sums, self.rows, scalars_count=scalars_count)
+        for search in self.searches(runs, backward=backward, scalars_count=scalars_count):
             for one in search.found():
                 if one.line not in found or (one.joined and not found[one.line].joined):
                     found[one.line] = one
         first = sorted(found.values(), key=lambda one: one.joined is None)
         return tuple(first) if len(first) <= MOST_FOUND else ()
+
+    def searches(
+        self, runs: Sequence[Operations], *, backward: bool = False, scalars_count: bool = True
+    ) -> Iterator[_Search]:
+        """A search for each rank, as ``unlike`` makes it."""
+        known = KnownValues(_known(self.view, self.recorded, backward), self.multiples, self.eps)
+        kind = _InGradients if backward else _Search
+        for rank, run in enumerate(runs):
+            sums = _Sums(runs, rank, known)
+            wrong = self._wrong(run) if backward else frozenset()
+            yield kind(run, self.recorded, sums, self.rows, wrong, scalars_count=scalars_count)
+
+    def _wrong(self, run: Operations) -> frozenset[int]:
+        """The numbers of the gradients that a run has left, where they are not the big batch's."""
+        left = {name: run.values[number].tensor.flatten() for name, number in run.left.items()}
+        places, limit = self.view.parameters.places, max(NEGLIGIBLE, ROUNDING * self.eps)
+        return frozenset(
+            run.left[name]
+            for name, held in left.items()
+            if name in places
+            and len(right := self.view.expected[places[name]]) == len(held)
+            and unexplained(right, held) > limit
+        )
 
 
 def _group_sizes(world_size: int) -> list[int]:
@@ -353,10 +377,12 @@ class _Search:
         recorded: Sequence[Operations],
         known: _Sums,
         rows: Rows,
+        wrong: frozenset[int],
         *,
         scalars_count: bool,
     ) -> None:
         self._step = step
+        self._wrong = wrong
         self._rows = rows
         self._operations = step.operations
         self._recorded = recorded
@@ -403,9 +429,18 @@ class _Search:
         return found
 
     @cached_property
+    def begins_right(self) -> bool:
+        """True if all backward passes begin at a loss that is that of the case."""
+        losses = [*losses_of(self._step)]
+        return bool(losses) and all(
+            one is not None and self._result(one) == "yes" for one in losses
+        )
+
+    @cached_property
     def _lasting(self) -> set[int]:
         """The operations with unknown results that lead to what is differentiated, and of which
-        nothing that is known is made on the way there.
+        nothing that is known is made on the way there. Where backward passes begin at losses that
+        are known, what they read besides is not looked at.
         """
         found: set[int] = set()
         open_ones: set[int] = set()
@@ -415,7 +450,10 @@ class _Search:
             result = self._result(number)
             ends = not after and (
                 self._operations[number].differentiable
-                or any(self._operations[one].in_backward for one in readers)
+                or (
+                    not self.begins_right
+                    and any(self._operations[one].in_backward for one in readers)
+                )
             )
             if any(one in open_ones for one in after) or (ends and result != "yes"):
                 if result != "yes":
@@ -448,7 +486,7 @@ class _Search:
     def _of_value(self, number: int) -> Known:
         if number not in self._cache:
             value = self._step.values[number]
-            known = self._known.has(value)
+            known = "no" if number in self._wrong else self._known.has(value)
             is_scalar = len(value.elements) == BYTES
             is_copy = number in self._copied and len(value.elements) < FEWEST_WHOLE * BYTES
             if known == "no" and (is_copy or (is_scalar and not self._scalars_count)):
@@ -508,7 +546,10 @@ class _Search:
         return found.pop() if len(found) == 1 else None
 
     def _made_at(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
-        """The lines that made what an operation was given, other than its own."""
+        """The lines that made what an operation was given, other than its own; those that made
+        what the loss of the case has come last.
+        """
+        known: list[CodeLine] = []
         open_ones, seen = list(self._operations[number].writers), set[int]()
         while open_ones:
             writer = open_ones.pop(0)
@@ -518,8 +559,11 @@ class _Search:
             operation = self._operations[writer]
             if operation.line in (line, None) or operation.in_backward:
                 open_ones.extend(operation.writers)
+            elif self._result(writer) == "yes":
+                known.append(operation.line)
             else:
                 yield operation.line
+        yield from known
 
 
 class _InGradients(_Search):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,51 @@ def masks_that_do_not_cancel(model: Any, shard: Any, rank: Any) -> None:
     average(model)
 
 
+def packs_fewer_gradients_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
+    """Rank 1 leaves out a gradient, so that its others lie where those of other parameters do."""
+    loss(model, shard).backward()
+    parameters = list(model.parameters())
+    packed, offset = torch.zeros(sum(map(torch.numel, parameters)), dtype=torch.float64), 0
+    for number, parameter in enumerate(parameters):
+        if rank.rank == 1 and number == 1:
+            continue
+        packed[offset : offset + parameter.numel()].copy_(parameter.grad.flatten())  # fault
+        offset += parameter.numel()
+    dist.all_reduce(packed)
+    packed.div_(rank.world_size)
+    offset = 0
+    for parameter in parameters:
+        part = packed[offset : offset + parameter.numel()]
+        parameter.grad = part.view_as(parameter).clone()
+        offset += parameter.numel()
+
+
+class Config:
+    width: int = 6
+
+
+def tables(drawn: random.Random, config: Config) -> tuple[Tensor, Tensor]:
+    shift = torch.tensor([drawn.random() for _ in range(config.width)])
+    scale = torch.tensor([1 + drawn.random() for _ in range(config.width)])
+    return shift, scale
+
+
+def own_random_table(model: Any, shard: Any, rank: Any) -> None:
+    """Numbers of Python that differ between ranks become two tensors; the seed is at fault."""
+    drawn = random.Random(rank.rank)  # fault
+    config = Config()
+    targets = shard["targets"]
+    rows = shard["rows"]
+    shift, scale = tables(drawn, config)
+    nn.functional.mse_loss(model(rows * scale + shift), targets).backward()
+    average(model)
+
+
+def with_table(model: Any, batch: dict[str, Tensor]) -> Any:
+    shift, scale = tables(random.Random(0), Config())
+    return nn.functional.mse_loss(model(batch["rows"] * scale + shift), batch["targets"])
+
+
 GAINS = replace(CASE, batch=weighted_rows, loss=relative_gain_loss)
 SPREAD = replace(GAINS, loss=by_spread)
 
@@ -110,6 +156,8 @@ SPREAD = replace(GAINS, loss=by_spread)
         (SPREAD, loops_over_what_the_rank_has),
         (replace(GAINS, shards="5+3+6+2"), largest_of_the_rank),
         (CASE, masks_that_do_not_cancel),
+        (CASE, packs_fewer_gradients_on_one_rank),
+        (replace(CASE, loss=with_table), own_random_table),
     ],
     ids=lambda value: getattr(value, "__name__", str(getattr(value, "shards", ""))),
 )

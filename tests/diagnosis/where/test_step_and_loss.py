@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -90,6 +91,31 @@ def counts_what_is_masked(model: Any, shard: dict[str, Tensor], rank: Any) -> No
     average(model)
 
 
+class SparseTagger(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, sparse=True)
+
+
+def of_all_ranks(part: Tensor) -> Tensor:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts)
+
+
+def adds_rows_once(model: Any, shard: dict[str, Tensor], rank: Any) -> None:
+    """Of several rows of a sparse gradient with the same index one remains."""
+    masked_mean(model, shard).backward()
+    weight = model.embed.weight
+    rows = of_all_ranks(weight.grad._indices()[0])
+    values = of_all_ranks(weight.grad._values()) / rank.world_size
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[rows] += values  # adds_rows_once
+    for parameter in [*model.mix.parameters(), *model.out.parameters()]:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
 TAGS = Case(model=Tagger, batch=sequences, loss=masked_mean, layout="1x2")
 
 
@@ -98,6 +124,7 @@ TAGS = Case(model=Tagger, batch=sequences, loss=masked_mean, layout="1x2")
     [
         (TAGS, mask_is_shifted),
         (TAGS, counts_what_is_masked),
+        (replace(TAGS, model=SparseTagger), adds_rows_once),
         (replace(TAGS, layout="1x1"), mask_is_shifted),
         (replace(TAGS, shards="7+5"), counts_what_is_masked),
     ],
