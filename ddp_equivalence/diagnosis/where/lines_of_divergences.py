@@ -101,7 +101,9 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     unlike = beside.loss.unlike or beside.loss.changed
     if found.kind == "reduction":  # the losses are right, and what becomes of gradients may not be
         is_vague = found.shows_later or found.headline.endswith(OTHER_NUMBERS)
-        unlike = beside.loss.changed if is_vague else ()
+        marked = {one.line for one in found.lines if one.is_fault}
+        changed = beside.loss.changed if is_vague else ()
+        unlike = tuple(one for one in changed if one.line not in marked)
     alone = "" if view.world_size == 1 or beside.is_right_alone is None else UNLIKE_LOSS_ALONE
     if not unlike and found.kind == "not seen" and beside.loss.begins_right:
         return _with_own_backwards(found, view)
