@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_equivalence.ranks import user_modules
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
@@ -22,6 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the GPUs from processes that the test starts."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that counts the starts of ranks begins without those of other tests, and knows no
+    modules of other tests, whose changes would start new ones.
+    """
+    monkeypatch.setattr(user_modules, "_noticed", set())
+    warm_ranks().stop()
 
 
 @pytest.fixture

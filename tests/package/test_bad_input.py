@@ -225,6 +225,7 @@ def test_a_function_that_cannot_travel_is_refused() -> None:
     assert caught.value.field == "step"
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_a_bad_argument_is_found_before_any_rank_is_asked() -> None:
     """Nothing is lost: the same ranks go on."""
     assert check(own_case(), right_step).outcome == "same"

@@ -72,7 +72,7 @@ def test_a_report_on_a_planted_fault_says_only_what_was_seen(
 ) -> None:
     shown = case(layout, model=with_batch_norm) if "norm" in fault else case(layout)
     with planted(fault):
-        verdict = check(shown, step, deadline=20.0)  # some faults let a step hang
+        verdict = check(shown, step, deadline=10.0)  # some faults let a step hang
         text = report(verdict)
     assert false_claims(verdict, text) == [], text
 

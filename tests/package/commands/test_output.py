@@ -136,12 +136,12 @@ def test_a_report_that_nobody_could_read_is_no_success(
 
 def test_a_reader_who_has_read_enough_changes_nothing(folder: Path) -> None:
     line = (
-        "set -o pipefail; ddp-equivalence explore --right 8 --json out.json"
+        "set -o pipefail; ddp-equivalence explore --right 2 --json out.json"
         " | python -c 'print(input())'"
     )
     code, text, errors = in_shell(folder, line)
     assert (code, errors) == (0, "")
-    assert text.startswith("8 random cases")
+    assert text.startswith("2 random cases")
     assert (folder / "out.json").exists()
 
 

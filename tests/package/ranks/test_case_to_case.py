@@ -50,6 +50,7 @@ CHANGES = (
 )
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_every_change_that_a_case_makes_is_reported_and_does_not_reach_the_next() -> None:
     started = warm_ranks().started
     with pytest.raises(RankFailed) as caught:

@@ -113,18 +113,18 @@ def thinks_for_long(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 def test_rank_0_may_take_its_time_in_python_after_the_others_have_finished() -> None:
     started = warm_ranks().started
-    for _ in range(2):
-        verdict = check(own_case(), thinks_for_long, in_process=True, collective_deadline=0.5)
+    for step in (thinks_for_long, right_step):
+        verdict = check(own_case(), step, in_process=True, collective_deadline=0.5)
         assert verdict.outcome == "same"
     assert warm_ranks().started == started + 1  # the other ranks were not killed
 
 
 def never_comes(number: int, model: nn.Module, shard: Any, rank: Rank) -> None:
-    """Rank 0 waits for rank 1, and after a second gets the signal."""
+    """Rank 0 waits for rank 1, and then gets the signal."""
     ddp = DistributedDataParallel(model)
     if rank.rank == 1:
         time.sleep(1000)
-    threading.Timer(1.0, os.kill, (os.getpid(), number)).start()
+    threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
     loss(ddp, shard).backward()
 
 

@@ -6,16 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ddp_equivalence import check
-from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import own_case, right_step
 
 
+@pytest.mark.usefixtures("as_if_alone")  # idle ranks with rank 0 in process hold its group
 def test_the_judging_process_is_in_no_group_and_does_not_touch_cuda() -> None:
-    warm_ranks().stop()  # idle ranks of an earlier check with in_process hold this process's group
     assert check(own_case(), right_step).outcome == "same"
     assert not dist.is_initialized()
     assert not torch.cuda.is_initialized()

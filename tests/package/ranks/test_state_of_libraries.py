@@ -114,6 +114,7 @@ def test_what_the_step_itself_sets_is_still_a_change() -> None:
     assert "SET_BY_THE_STEP" in str(verdict)
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_ranks_without_libraries_judge_once() -> None:
     def keeps_its_gradient(model: Any, shard: Any, rank: Any) -> None:
         loss(model, shard).backward()

@@ -162,6 +162,7 @@ def keepers() -> set[int]:
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.usefixtures("as_if_alone")
 def test_a_step_with_workers_is_the_same_and_leaves_none_and_the_ranks_go_on(name: str) -> None:
     started = []
     for _ in range(2):
@@ -224,6 +225,7 @@ def keeps_its_workers(model: nn.Module, shard: Rows, rank: Rank) -> None:
     right_step(model, shard, rank)
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_workers_that_a_step_keeps_are_reported_by_name_and_the_ranks_are_replaced() -> None:
     assert_equivalent(own_case(), right_step)
     started = warm_ranks().started

@@ -30,6 +30,7 @@ def alive(process_ids: Any) -> list[int]:
     return [pid for pid in process_ids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_ranks_are_used_again_and_fresh_ones_are_new() -> None:
     process_ids: list[tuple[int, ...]] = []
     for fresh in (False, False, True, False):
@@ -54,9 +55,9 @@ def test_ranks_leave_no_process_behind_and_make_no_file(
     assert not alive(process_ids)
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_the_ranks_that_were_idle_longest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_equivalence.ranks.warm_ranks.MAX_IDLE_RANKS", 3)
-    warm_ranks().stop()
     before = warm_ranks().started
     for layout in ("1x2", "1x2", "2x1", "1x2"):
         assert check(own_case(layout=layout), right_step).outcome == "same"
@@ -81,6 +82,7 @@ def makes_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(ddp, shard).backward()
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_groups_that_a_step_makes_end_with_its_ranks() -> None:
     assert check(own_case(), right_step).outcome == "same"
     started = warm_ranks().started
@@ -89,6 +91,7 @@ def test_groups_that_a_step_makes_end_with_its_ranks() -> None:
     assert warm_ranks().started == started + 1
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_groups_of_the_catalogue_are_made_once() -> None:
     case = Case(model="mlp", loss="mse_mean", layout="2x2")
     assert check(case, "hybrid").outcome == "same"

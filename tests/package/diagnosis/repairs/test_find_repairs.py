@@ -256,6 +256,7 @@ def test_no_edits_of_a_step_that_changes_right_gradients_on_purpose_are_tried(
     assert not tried, str(verdict)
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_a_check_that_passes_starts_no_more_ranks() -> None:
     from tests.package.own_cases import right_step
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence import Rank
-from ddp_equivalence.ranks import user_modules
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, right_step
 from tests.package.ranks import many_kinds
@@ -54,11 +53,8 @@ def test_a_lazily_imported_module_that_the_caller_never_imported_is_fresh_each_t
     assert "seldom" not in sys.modules
 
 
-def test_ranks_that_use_such_a_module_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither these ranks nor this process know modules of other tests, which may change."""
-    monkeypatch.setattr(user_modules, "_noticed", set())
-    warm_ranks().stop()
-
+@pytest.mark.usefixtures("as_if_alone")
+def test_ranks_that_use_such_a_module_are_used_again() -> None:
     def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
         assert many_kinds.right()
         right_step(model, shard, rank)
@@ -77,6 +73,7 @@ def test_the_modules_of_the_caller_are_left_as_they_are(train: Any) -> None:
     assert (before[1], before[2]) == (train.SETTINGS, vars(train.options))
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_warm_ranks_are_used_again_whatever_the_modules_hold(train: Any) -> None:
     """The first difference starts one rank more: the step also runs on one rank alone."""
     step = step_with(train)

@@ -180,6 +180,7 @@ def test_a_registry_has_all_its_entries_in_the_order_in_which_they_came(
     assert outcome(step_by_name(module, "b_sum")) == SUMMED
 
 
+@pytest.mark.usefixtures("as_if_alone")
 def test_entries_that_come_between_two_checks_reach_warm_ranks_and_stay(
     registry: Registry,
 ) -> None:
