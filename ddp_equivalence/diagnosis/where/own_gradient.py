@@ -147,6 +147,8 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         times = (
             "" if is_mean or abs(weight - 1) <= SAME_LOSS else f"{text_of(weight, '.4g')} times "
         )
+        if abs(together - right) <= size:
+            together = right
         number, of_all = _apart(together, right)
         of_big_batch = f"the big batch's {of_all}"
         headline = f"{times}the {unit} {what} loss is {number}, {of_big_batch}"
