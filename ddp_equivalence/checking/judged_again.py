@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ddp_equivalence.case.build import build_whole_batch
+from ddp_equivalence.case.build import build_model, build_whole_batch, trains_with_dropout
 from ddp_equivalence.case.training import ClipCall, Compare
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis import draws, localisation
@@ -213,9 +213,9 @@ def _is_judged_without_dropout(verdict: Verdict, request: Request) -> bool:
     """True if the masks of the ranks cannot be predicted, or if they are the only difference of a
     user's own step, which the big batch cannot be given in several steps and in a large model.
     """
-    on_a_gpu = draws.are_drawn_on_a_gpu(request) and not verdict.numbers_are_known
+    on_a_gpu = request.lane.device_type != "cpu" and not verdict.numbers_are_known
     only_masks = request.is_the_users_own and verdict.causes == draws.ONLY_MASKS
-    return (on_a_gpu or only_masks) and draws.drops_something(request)
+    return (on_a_gpu or only_masks) and trains_with_dropout(build_model(request.case))
 
 
 def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> Verdict:

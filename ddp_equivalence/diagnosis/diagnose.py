@@ -120,47 +120,47 @@ def _most_unexplained(view: View, comparison: Comparison) -> float:
 def _compared_with_predictions(
     hypothesis: Hypothesis, view: View, most_unexplained: float, limits: LimitByName
 ) -> Finding | None:
-    """The best of the hypothesis's predictions; None if it predicts nothing on this case."""
+    """The best of the hypothesis's predictions; None if it predicts nothing on this case.
+
+    A prediction that fits is better than all others, also if one of them leaves less of all
+    elements together. Of those that fit, a fitted one is chosen only if no other one fits.
+    """
     predictions = [*hypothesis.predict(view), *_multiples(hypothesis.factors(view), view)]
     if not predictions:
         return None
-    residuals = [unexplained(view.measured.by_rank, one.by_rank) for one in predictions]
-    fitting = [
-        number
-        for number, residual in enumerate(residuals)
-        if residual <= most_unexplained
-        and explains_every_parameter(view, predictions[number].by_rank, limits)
-    ]
-    if fitting:  # the others are set aside, also if they leave less of all elements together
-        predictions = [predictions[number] for number in fitting]
-        residuals = [residuals[number] for number in fitting]
-    best = _index_of_best(predictions, residuals, most_unexplained)
     would_show = any(not nearly_equal(one.by_rank, view.expected_by_rank) for one in predictions)
-    residual = without_rounding(residuals[best])
+    tried = []
+    for one in (_up_to_rounding(view, prediction) for prediction in predictions):
+        residual = unexplained(view.measured.by_rank, one.by_rank)
+        fits = residual <= most_unexplained and explains_every_parameter(view, one.by_rank, limits)
+        tried.append((not fits, fits and one.fitted, without_rounding(residual), one))
+    misfits, _, residual, best = min(tried, key=lambda one: (*one[:2], in_order(one[2])))
     indication = hypothesis.indication(view)
     return replace(
         finding_without_prediction(hypothesis),
         unexplained=residual,
         would_show=would_show,
-        fits=would_show and bool(fitting),
-        detail=predictions[best].detail,
-        fitted=predictions[best].fitted,
+        fits=would_show and not misfits,
+        detail=best.detail,
+        fitted=best.fitted,
         because=indication.because if indication else "",
         refuted=indication is not None and not indication.supports,
     )
 
 
-def _index_of_best(
-    predictions: Sequence[Prediction], residuals: Sequence[float], most_unexplained: float
-) -> int:
-    """The index of the prediction with the smallest residual; of several, the first.
-
-    A fitted prediction is chosen only if no prediction fits that is not fitted.
+def _up_to_rounding(view: View, predicted: Prediction) -> Prediction:
+    """The prediction, with the measured values where the rounding of a reduction in half precision
+    that was seen may have made them.
     """
-    free = [number for number, prediction in enumerate(predictions) if not prediction.fitted]
-    if min((residuals[number] for number in free), default=inf) > most_unexplained:
-        free = list(range(len(predictions)))
-    return min(free, key=lambda number: in_order(without_rounding(residuals[number])))
+    if view.rounding is None:
+        return predicted
+    measured, detail = view.measured.by_rank, "up to the rounding of a reduction in half precision"
+    is_rounding = (measured - predicted.by_rank).abs() <= view.rounding
+    return replace(
+        predicted,
+        by_rank=torch.where(is_rounding, measured, predicted.by_rank),
+        detail="; ".join(filter(None, (predicted.detail, detail))),
+    )
 
 
 def _multiples(factors: Sequence[WrongFactor], view: View) -> Iterator[Prediction]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.case.build import build_model, trains_with_dropout, without_dropout
+from ddp_equivalence.case.build import build_model, without_dropout
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.tolerance import relative_to
@@ -412,19 +412,8 @@ def _drawn(setting: Setting, examples: int) -> tuple[Draws, ...]:
 
 ON_A_GPU = "a GPU draws other masks than the CPU, on which the big batch was computed"
 
-
 ONLY_MASKS = (OTHER_DRAWS.name,)
 """The causes of a step in which nothing but what is drawn differs."""
-
-
-def drops_something(request: Request) -> bool:
-    """True if modules of torch's own drop something in the model."""
-    return trains_with_dropout(build_model(request.case))
-
-
-def are_drawn_on_a_gpu(request: Request) -> bool:
-    """True if the ranks draw what they drop on a GPU."""
-    return request.lane.device_type != "cpu"
 
 
 def request_without_masks(request: Request) -> Request | None:

@@ -126,11 +126,6 @@ class Hypothesis:
     wrong_divisor: bool = False
     of_rows: bool = False
 
-    @property
-    def predicts(self) -> bool:
-        """False for a cause that is known by observations or factors alone."""
-        return self.held is not _nothing
-
     def predict(self, view: View) -> Sequence[Prediction]:
         """What the ranks would hold, for each way in which the cause can come about."""
         return self.held(view) if self.applies(view) else ()

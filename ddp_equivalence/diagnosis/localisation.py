@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
@@ -72,20 +73,18 @@ LARGEST, SMALLEST = 64 * EPS, EPS / 1024
 
 def has_the_size_of_float32(comparison: Comparison | None) -> bool:
     """True if the largest of all errors could have been left by rounding in float32."""
-    largest = _largest_error(comparison)
-    return largest is not None and SMALLEST <= largest <= LARGEST
+    return SMALLEST <= _largest_error(comparison) <= LARGEST
 
 
 def is_at_most_float32(comparison: Comparison | None) -> bool:
     """True if no error is larger than rounding in float32 leaves."""
-    largest = _largest_error(comparison)
-    return largest is not None and largest <= LARGEST
+    return _largest_error(comparison) <= LARGEST
 
 
-def _largest_error(comparison: Comparison | None) -> float | None:
-    """The largest error of all parameters; None if the ranks disagree, or a gradient is missing."""
+def _largest_error(comparison: Comparison | None) -> float:
+    """The largest error of all parameters; infinite if the ranks disagree, or one is missing."""
     if comparison is None or comparison.structure or not comparison.ranks_agree:
-        return None
+        return inf
     parameters = [one for one in comparison.parameters if not one.limit.only_rounding]
     return max((one.error for one in parameters if one.norm > 0), default=0.0)
 

@@ -44,6 +44,14 @@ MicroBatchGradients = tuple[tuple[Tensor, ...], ...]
 """For every rank, what each of its micro-batches adds to its local gradient, shape (elements,)."""
 
 
+HALF_PRECISION = {"Half": torch.float16, "BFloat16": torch.bfloat16}
+"""The types of half precision, by their names in torch's flight recorder."""
+
+LARGEST_ROUNDING = 2.0
+"""The most that a reduction in half precision moves an element, in eps of its type and relative to
+what the ranks add up. It moved none by more than 1.0 on up to eight ranks."""
+
+
 def _not_known() -> None:
     return None
 
@@ -211,6 +219,34 @@ class View:
         if not self.local_gradients:
             return None
         return self.measured.weights_of(self.local_gradients[0])
+
+    def rounding_in(self, dtype: torch.dtype) -> Tensor:
+        """How far a reduction in this type may have moved each element, shape (elements,).
+
+        Where local gradients are not known, the largest element of the big batch stands for them.
+        """
+        of_type, largest = torch.finfo(dtype), self.expected.abs().max()
+        sizes = self.world_size * largest.expand_as(self.expected)
+        if self.local_gradients:
+            mean = self.on_every_rank(self.local_gradients[0].mean(0))
+            added = [torch.stack(one).abs().sum(0) for one in self.micro_batch_gradients[0]]
+            factor = nearest_factor(self.measured.by_rank, mean) or 0.0
+            sizes = abs(factor) * torch.stack(added).mean(0)
+        return LARGEST_ROUNDING * of_type.eps * (sizes + of_type.smallest_normal)
+
+    @cached_property
+    def rounding(self) -> Tensor | None:
+        """How far the reductions in half precision that were seen may have moved each element.
+
+        None if there are none, or if their rounding alone explains what the ranks hold.
+        """
+        types = [HALF_PRECISION[name] for names in self.observed.reduced_in_half for name in names]
+        dtype = max(types, key=lambda one: torch.finfo(one).eps, default=self.setting.dtype)
+        is_narrow = torch.finfo(dtype).eps > torch.finfo(self.setting.dtype).eps
+        if not is_narrow or not self.local_gradients:
+            return None
+        rounding, error = self.rounding_in(dtype), self.measured.by_rank - self.expected
+        return None if bool((error.abs() <= rounding).all()) else rounding
 
     def averages_of_node_sums(self) -> list[Tensor]:
         """The local gradients, added up inside each node and averaged over the nodes.
@@ -522,6 +558,15 @@ class ObservedStep:
             if log is not None and all(entry.op != FORGOTTEN for entry in log)
         ]
         return min(totals) if totals and len(totals) == len(logs) else None
+
+    @cached_property
+    def reduced_in_half(self) -> list[set[str]]:
+        """For every rank, the types of half precision in which it reduced more than one number."""
+        logs = [seen.collectives or () for seen in self.by_rank.values()]
+        reduced = [[one for one in log if "reduce" in one.op and one.elements > 1] for log in logs]
+        return [
+            {one.dtype.rpartition(":")[2] for one in log} & HALF_PRECISION.keys() for log in reduced
+        ]
 
     @property
     def a_rank_gathered(self) -> bool:

@@ -30,7 +30,6 @@ from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CollectiveCall, Kind
-from ddp_equivalence.ranks.collectives import Collective
 
 # The gradient still carries the factor of a loss scaler.
 
@@ -143,13 +142,8 @@ def _loss_ratios(view: View) -> list[float]:
 
     Empty if they are equal, or not known.
     """
-    read = view.observed.examples_read
-    ratios = []
-    for rank, observation in sorted(view.observed.by_rank.items()) if read is not None else ():
-        own_loss = view.examples.loss(read[rank][0]) if read is not None else 0.0
-        if observation.backwards and own_loss:
-            ratios.append((observation.backwards[0].loss or 0.0) / own_loss)
-    ratios = [ratio for ratio in ratios if ratio == ratio]
+    pairs = [of_rank[0] for of_rank in view.losses_of_backwards or () if of_rank]
+    ratios = [begun / own for begun, own in pairs if begun is not None and own and begun == begun]
     return [] if all(losses_close(ratio, ratios[0]) for ratio in ratios) else ratios
 
 
@@ -179,9 +173,6 @@ def _unlike(places: Sequence[CallSite], number: Callable[[Call], float | None]) 
 
 # A sum over the ranks is too large for the type that it is computed in.
 
-SIXTEEN_BITS = ("Half", "c10::Half", "torch.float16")
-"""How torch's flight recorder calls the type that overflows where others do not."""
-
 
 def _overflow(view: View) -> Indication | None:
     """Looks for gradients that are finite on every rank, and are not after they were reduced."""
@@ -190,7 +181,7 @@ def _overflow(view: View) -> Indication | None:
         return None
     if gradients is None or not all(one.isfinite().all() for rank in gradients for one in rank):
         return None
-    if not all(_reduced_in(log) & set(SIXTEEN_BITS) for log in _logs(view)):
+    if not all("Half" in types for types in view.observed.reduced_in_half):
         return None
     lost = int((~measured.by_rank[0].isfinite()).sum())
     elements = measured.by_rank.shape[1]
@@ -200,15 +191,6 @@ def _overflow(view: View) -> Indication | None:
         f"on rank {view.setting.reporting_ranks[0]} are not, after a reduction in float16",
         conclusive=True,
     )
-
-
-def _logs(view: View) -> list[Sequence[Collective]]:
-    return [seen.collectives or () for seen in view.observed.by_rank.values()]
-
-
-def _reduced_in(log: Sequence[Collective]) -> set[str]:
-    """The types in which a rank has reduced more than single numbers."""
-    return {one.dtype for one in log if "reduce" in one.op and one.elements > 1}
 
 
 def _lines_of_overflow(view: View) -> Sequence[PointedLine]:
@@ -222,10 +204,6 @@ def _lines_of_overflow(view: View) -> Sequence[PointedLine]:
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
-LARGEST_ERROR = 8.0
-"""The largest relative error that rounding to the narrower type leaves, in eps of that type, for
-each rank."""
-
 LARGEST_FACTOR = 2.0
 """The largest factor that rounding leaves on all elements together, less 1, in eps of that type."""
 
@@ -235,25 +213,20 @@ NARROWER_BY = 64.0
 ENOUGH = 0.99
 """The part of the elements that must be values of the narrower type."""
 
-LOGGED_NAMES = ("Half", "BFloat16", "c10::Half")
-"""The names of the half-precision types in torch's flight recorder."""
-
 
 def _of_narrow_type(view: View) -> Sequence[Prediction]:
-    """The measurement itself, if nearly all its values are values of a narrower type.
-
-    The rounding cannot be predicted; it is explained by the type.
+    """The measurement itself, if it is the big batch's gradient up to the rounding of a narrower
+    type, and nearly all its values are values of this type.
     """
     measured = view.measured.by_rank
     if not view.measured.is_finite or not bool(measured.any()):
         return ()
-    eps = torch.finfo(view.setting.dtype).eps
-    error = float((measured - view.expected).norm() / measured.norm())
+    eps, error = torch.finfo(view.setting.dtype).eps, (measured - view.expected).abs()
     for narrow in NARROWER:
         narrow_eps = torch.finfo(narrow).eps
         if narrow_eps < NARROWER_BY * eps:
             continue  # every value of the case's type would count as one of the narrower type
-        if error > LARGEST_ERROR * narrow_eps * view.world_size:
+        if bool((error > view.rounding_in(narrow)).any()):
             continue
         if abs((view.measured.factor or 0.0) - 1) > LARGEST_FACTOR * narrow_eps:
             continue  # rounding moves single elements, and not all of them alike
@@ -274,8 +247,7 @@ def _values_of_type(values: Tensor, narrow: torch.dtype, eps: float) -> float:
 
 
 def _reduced_in_half(view: View) -> Indication | None:
-    dtypes = set[str]().union(*map(_reduced_in, _logs(view)))
-    narrow = sorted(dtypes & set(LOGGED_NAMES))
+    narrow = sorted(set[str]().union(*view.observed.reduced_in_half))
     return Indication(True, f"a reduction ran in {', '.join(narrow)}") if narrow else None
 
 

@@ -132,8 +132,7 @@ def _found(
             right.append(edit)
     right = in_general(request, expected, right, monotonic() + seconds)
     why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
-    found = _first_of_each_line(map(repair_of, right))
-    return Repairs(found, len(right), tried.count, tried.of, why_not)
+    return Repairs(_repairs_of(right), len(right), tried.count, tried.of, why_not)
 
 
 def in_order(
@@ -207,10 +206,13 @@ def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
     return seen.lines
 
 
-def _first_of_each_line(repairs: Iterable[Repair]) -> tuple[Repair, ...]:
+def _repairs_of(edits: Iterable[Edit]) -> tuple[Repair, ...]:
+    """The first edit of each line, as a report shows it."""
     first: dict[CodeLine, Repair] = {}
-    for one in sorted(repairs, key=lambda one: one.is_broad):
-        first.setdefault(one.line, one)
+    for edit in sorted(edits, key=lambda one: one.mistake.is_broad):
+        line, mistake = CodeLine(edit.code.file, edit.line), edit.mistake
+        repair = Repair(line, edit.before, edit.after, mistake.said, mistake.is_broad)
+        first.setdefault(line, repair)
     return tuple(first.values())
 
 
@@ -285,12 +287,6 @@ def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
     for number, one in enumerate(repairs.found):
         note = f"tried: all gradients right {one.text}"
         yield PointedLine(one.line, note, is_fault=number == 0 and not one.is_broad)
-
-
-def repair_of(edit: Edit) -> Repair:
-    """The edit as a report shows it."""
-    mistake, line = edit.mistake, CodeLine(edit.code.file, edit.line)
-    return Repair(line, edit.before, edit.after, mistake.said, mistake.is_broad)
 
 
 def _on_one_line(code: str) -> str:
