@@ -16,7 +16,7 @@ import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.diagnosis.where import find_whereabouts
+from ddp_equivalence.diagnosis.own_errors import own_errors_raised
 from ddp_equivalence.measurement.request import lane_of
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
@@ -32,7 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Under xdist every worker starts its own server, and the controlling process needs none.
     """
-    find_whereabouts.are_raised = True
     if config.getoption("--ddp-plan"):
         return  # no test will run
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -92,6 +91,12 @@ def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> Lane:
         backend = "gloo_cuda"
     must_run = config.getoption("--must-run")
     return lane_of(trial.case, STRATEGIES[trial.strategy], backend, must_run)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_errors_fail_tests() -> Iterator[None]:
+    with own_errors_raised():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -37,6 +37,7 @@ from ddp_equivalence.diagnosis.where.pieces import (
     Pieces,
     pieces_of,
     rows_by_rank,
+    same_loss,
 )
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
@@ -54,9 +55,6 @@ MOST_WRONG = 0.5
 """At most this part of the ranks' backward passes may have computed something else than their rows
 and numbers give: this is then a fault of their own.
 """
-
-SAME_LOSS = 1e-5
-"""Losses whose relative difference is smaller are equal."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def _is_what_was_drawn(
         here = examples.with_draws(part.examples, table.of_part(part))
         there = view.examples.compute(part.examples)
         begun = backward.loss or 0.0
-        right_losses &= _is_near(begun, here.loss) and not _is_near(begun, there.loss)
+        right_losses &= same_loss(begun, here.loss) and not same_loss(begun, there.loss)
         if seen is None or len(seen) != len(view.expected):
             continue
         found = view.setting.scale * seen
@@ -215,10 +213,6 @@ def _is_what_was_drawn(
     if fitting > with_other_numbers or fitting >= (1 - MOST_WRONG) * len(table.parts):
         return True
     return right_losses and bool(table.parts)
-
-
-def _is_near(loss: float, other: float) -> bool:
-    return abs(loss - other) <= SAME_LOSS * abs(other)
 
 
 def _divided_as_the_big_batch(

@@ -12,10 +12,11 @@ from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.causes.losses import ANOTHER_COUNT
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.examples_read import rows_read_unequally
+from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.time_left import WHEREABOUTS, OutOfTime
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.divergence import BesideOneRank
-from ddp_equivalence.diagnosis.where.find_whereabouts import find_whereabouts, unless_it_fails
+from ddp_equivalence.diagnosis.where.find_whereabouts import find_whereabouts
 from ddp_equivalence.diagnosis.where.lines_of_divergences import (
     ignores_the_loss,
     lines_of_divergences,

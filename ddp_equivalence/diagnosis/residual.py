@@ -8,6 +8,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from ddp_equivalence.measurement.gradient_watch import factor_between
+
 NEGLIGIBLE = 1e-6
 """Two gradients that differ by less, relative to their norm, are equal up to rounding. This is wide
 enough for a model in float64 that computes a part of its gradient in float32."""
@@ -52,8 +54,7 @@ def nearest_factor(measured: Tensor, predicted: Tensor) -> float | None:
 
 def is_multiple(measured: Tensor, predicted: Tensor) -> bool:
     """True if the measurement is some multiple of the prediction, up to rounding."""
-    factor = nearest_factor(measured, predicted)
-    return factor is not None and nearly_equal(measured, factor * predicted)
+    return factor_between(predicted, measured, NEGLIGIBLE) is not None
 
 
 @dataclass(frozen=True)

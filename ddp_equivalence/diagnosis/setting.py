@@ -260,13 +260,15 @@ class PointedLine:
     """``note``: what the line did, as a clause of the report; "" if the line speaks for itself.
 
     ``is_fault``: the line to change, or, if something is ``missing``, the line after which it
-    should stand. ``missing``: what should stand there.
+    should stand. ``missing``: what should stand there. ``begins_backward``: a backward
+    pass begins there, and nothing else is known of the line.
     """
 
     line: CodeLine
     note: str = ""
     is_fault: bool = False
     missing: str = ""
+    begins_backward: bool = False
 
 
 SUMMED = ("len", "num", "count", "size", "weight")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.measurement.calls import (
     Call,
     CodeLine,
@@ -45,8 +47,8 @@ def changed_by_hooks(
         if not bool(gradient.any()) and not bool(added.any()):
             continue
         factor = factor_between(gradient, added)
-        if factor is None or abs(factor - 1) > 1e-3:
-            changed.setdefault(factor, []).append(name)
+        if factor is None or abs(factor - 1) > SAME_FACTOR:
+            changed.setdefault(factor and in_order(factor), []).append(name)
     for factor, names in changed.items():
         yield GradientChange(tuple(names), factor)
 
@@ -55,12 +57,8 @@ def merged(last: Call | None, line: CodeLine | None, change: GradientChange) -> 
     """True if the last call is a change that the same line has made, to other parameters."""
     if last is None or last.change is None or last.line != line:
         return False
-    known = last.change
-    return (known.factor, known.cleared, known.exact) == (
-        change.factor,
-        change.cleared,
-        change.exact,
-    ) and not set(known.names) & set(change.names)
+    is_alike = replace(last.change, names=change.names) == change
+    return is_alike and not set(last.change.names) & set(change.names)
 
 
 # Says what the tensors of a collective are: gradients, parameters, copies of these, or neither.

@@ -172,7 +172,8 @@ def _done(before: Tensor | None, now: Tensor | None) -> tuple[float | None, bool
         return None, True
     if before is None or now is None or _is_nothing(before) or before.shape != now.shape:
         return None, False
-    return factor_between(before, now), False
+    factor = factor_between(before, now)
+    return factor and in_order(factor), False
 
 
 def change_between(name: str, before: Tensor | None, now: Tensor | None) -> GradientChange | None:
@@ -188,12 +189,12 @@ def factor_between(before: Tensor, now: Tensor, same: float = SAME_FACTOR) -> fl
 
     ``same``: how much of it, relative to its norm, may be something else.
     """
-    square = float(before @ before)
+    square = float(before.flatten() @ before.flatten())
     if not square or not bool(torch.isfinite(now).all()):
         return None
-    factor = float(now @ before) / square
+    factor = float(now.flatten() @ before.flatten()) / square
     rest = float((now - factor * before).norm())
-    return in_order(factor) if rest <= same * float(now.norm()) else None
+    return factor if rest <= same * float(now.norm()) else None
 
 
 def matching_segments(
@@ -210,7 +211,7 @@ def matching_segments(
             segment = flat[at : at + len(value)]
             factor = factor_between(value, segment, same) if len(segment) == len(value) else None
             if factor and (len(value) > 1 or abs(factor - last) <= same * abs(last)):
-                yield name, factor
+                yield name, in_order(factor)
                 at, last = at + len(value), factor
                 del left[name]
                 break

@@ -37,6 +37,7 @@ from ddp_equivalence.diagnosis.causes.clipping import WHILE_SCALED
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.draws import ReferenceDraws
 from ddp_equivalence.diagnosis.localisation import Localisation, one_rank_shows_more
+from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.state import BufferBeside, error_of, finding_of_state
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
@@ -48,7 +49,6 @@ from ddp_equivalence.diagnosis.where.divergence import (
     logs_of,
     past_autograd,
 )
-from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_of_divergences
 from ddp_equivalence.diagnosis.where.relations import Sharing
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
@@ -446,10 +446,10 @@ class AnalysisOfScript(Analysis):
         """
         found = super().localisation
         seen = found.whereabouts
-        if seen is None or not seen.beside_one_rank:
+        if seen is None or seen.is_right_alone is None:
             return found
         marks = MARKED if seen.marks else ""
-        return replace(found, whereabouts=replace(seen, beside_one_rank="", marks=marks))
+        return replace(found, whereabouts=replace(seen, is_right_alone=None, marks=marks))
 
     @cached_property
     def draws(self) -> ReferenceDraws | None:

@@ -230,7 +230,7 @@ def _what(verdict: Verdict) -> str:
         return NOT_ALL_TRIED
     found = verdict.localisation.whereabouts
     if verdict.comparison is not None and verdict.comparison.structure:
-        if found is not None and found.headline.endswith("missing"):
+        if found is not None and found.what == "gradients missing":
             return found.headline
         return "names, shapes or types are not those of the big batch"
     if wrong is not None and wrong.differs != "gradients":

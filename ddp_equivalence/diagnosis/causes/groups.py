@@ -39,10 +39,11 @@ from ddp_equivalence.diagnosis.reduced import (
     sums_repeated,
     wrapped_groups,
 )
-from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.measurement.gradient_watch import factor_between
 
 NO_WEIGHT = 1e-3
 """A rank is tried as left out if its weight, relative to the largest, is smaller than this."""
@@ -300,9 +301,10 @@ def _counted_again(view: View) -> Sequence[Prediction]:
             continue
         if gradients is None:
             gradients = torch.stack(gradients_by_backward(view) or [torch.zeros(1, 0)]).sum(1)
-        is_known = len(gradients) == len(one.counts)
-        weight = _weight(view.expected, gradients.sum(0)) if is_known else 0.0
-        if not weight:
+        if gradients.shape != (len(one.counts), len(view.expected)):
+            return ()
+        weight = factor_between(gradients.sum(0), view.expected, NEGLIGIBLE)
+        if not weight:  # the big batch is no multiple of the sum of all passes
             return ()
         counts = torch.tensor(one.counts, dtype=gradients.dtype)
         predicted[place] = weight * (counts @ gradients)[place]
@@ -315,13 +317,6 @@ def _repeated(view: View) -> dict[str, Repeated]:
     if not differing <= set(repeated):
         return {}
     return {name: one for name, one in repeated.items() if name in differing}
-
-
-def _weight(expected: Tensor, total: Tensor) -> float:
-    """How many times the sum of all passes the big batch is; 0 if it is no multiple of it."""
-    square = float(total @ total) if len(total) == len(expected) else 0.0
-    weight = float(expected @ total) / square if square else 0.0
-    return weight if weight and nearly_equal(weight * total, expected) else 0.0
 
 
 def _several_sums(view: View) -> Indication | None:

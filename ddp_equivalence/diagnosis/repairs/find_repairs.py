@@ -14,11 +14,11 @@ from torch import Tensor
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.rounding import Expected
+from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.repairs.edits import Edit, edits_of
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
 from ddp_equivalence.diagnosis.view import expected_of
-from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.edited_code import (

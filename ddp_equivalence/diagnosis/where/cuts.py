@@ -83,12 +83,8 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
             used.given, used.writers, used.required, used.leaves, strict=True
         ):
             held = None if value is None else run.values[value]
-            if (
-                used.recorded
-                and not required
-                and value in made
-                and not _is_recorded(operations, writer)
-            ):
+            is_recorded = writer is not None and operations[writer].differentiable
+            if used.recorded and not required and value in made and not is_recorded:
                 copy = operations[made[value]] if writer is None else operations[writer]
                 yield made[value], Cut(copy, used, held)  # Python or numpy has made it again
                 continue
@@ -106,10 +102,6 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
                 yield writer, Cut(ended, used, held)
             else:
                 open_ones.append(writer)
-
-
-def _is_recorded(operations: Sequence[Operation], writer: int | None) -> bool:
-    return writer is not None and operations[writer].differentiable
 
 
 def _has_inner(operation: Operation) -> bool:

@@ -10,6 +10,7 @@ from itertools import chain
 
 import torch
 
+from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import (
@@ -18,7 +19,6 @@ from ddp_equivalence.diagnosis.where.cuts import (
     independent_of_the_loss,
     only_of_ranks,
 )
-from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
 from ddp_equivalence.diagnosis.where.loss import (
     READ_BY_PYTHON,
     Scaling,
@@ -45,6 +45,7 @@ from ddp_equivalence.diagnosis.where.step_and_loss import (
 from ddp_equivalence.diagnosis.where.two_logs import PACKING, TwoLogs
 from ddp_equivalence.diagnosis.where.unread import Unread, unread
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
+from ddp_equivalence.measurement.gradient_watch import factor_between
 from ddp_equivalence.measurement.measure import (
     OneRank,
     operations_beside_one_rank,
@@ -266,9 +267,10 @@ def _factor(view: View, alone: Operations) -> float | None:
     values = {name: alone.values[alone.left[name]].tensor for name in sample.sizes}
     if any(values[name].numel() != size for name, size in sample.sizes.items()):
         return None
-    held, norm = sample.of(values), float(view.expected.norm())
-    factor = float(held @ view.expected) / norm**2 if norm else 1.0
-    return factor if unexplained(held, factor * view.expected) < _tolerance(view, alone) else None
+    held = sample.of(values)
+    if not bool(view.expected.any()):
+        return None if bool(held.any()) else 1.0
+    return factor_between(view.expected, held, _tolerance(view, alone))
 
 
 def _tolerance(view: View, alone: Operations) -> float:

@@ -15,15 +15,13 @@ from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine, all_divisors
 from ddp_equivalence.diagnosis.where.gradient_path import (
-    at,
-    line_of,
+    lines_of_the_loss,
     lines_only_on,
     odd_ranks,
 )
-from ddp_equivalence.diagnosis.where.own_gradient import SAME_LOSS, Compared
-from ddp_equivalence.diagnosis.where.pieces import Pieces
+from ddp_equivalence.diagnosis.where.own_gradient import Compared
+from ddp_equivalence.diagnosis.where.pieces import Pieces, same_loss
 from ddp_equivalence.diagnosis.where.whereabouts import (
-    BACKWARD_BEGINS,
     Whereabouts,
     distinct,
     ranked,
@@ -104,10 +102,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
         distinct(
             [
                 *lines_only_on(pieces.view.observed.by_rank, odd),
-                at(call.made_at, note, True) if call else None,
-                at(line_of(call), f"backward begins here: {shown}", not call.made_at)
-                if call
-                else None,
+                *lines_of_the_loss(call, note, True, f"backward begins here: {shown}"),
             ]
         ),
         pieces.view.parameters.names,
@@ -144,7 +139,7 @@ def _no_mean(pieces: Pieces, what: str) -> tuple[str, str, list[PointedLine]]:
         headline = "examples that belong together are not read together"
         return headline, f"{text}, and the ranks read other examples", lines_that_share(view)
     right = view.examples.big_batch_loss
-    if together is not None and abs(together - right) <= SAME_LOSS * abs(right):
+    if together is not None and same_loss(together, right):
         text = "together the losses are that of the big batch, and the gradients are not its"
         why = f"something in backward depends on more than a {what}'s own examples"
         return "the losses agree, and the gradients do not", f"{text} gradient, so {why}", []
@@ -186,13 +181,7 @@ def _other_divisor(
         headline,
         f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows{times}, and "
         "they are averaged.",
-        distinct(
-            [
-                *of_rows,
-                at(call.made_at, note, not of_rows) if call else None,
-                at(line_of(call), BACKWARD_BEGINS) if call else None,
-            ]
-        ),
+        distinct([*of_rows, *lines_of_the_loss(call, note, not of_rows)]),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
         fix="" if not unit else "divide each summed loss by the count of the whole batch.",

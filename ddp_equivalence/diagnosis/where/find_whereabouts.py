@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ddp_equivalence.case.training import GradientKey
@@ -17,12 +13,10 @@ from ddp_equivalence.diagnosis.hypothesis import common_loss_factor
 from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
-from ddp_equivalence.diagnosis.time_left import OutOfTime
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.division import fault_of_division
-from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, paths_of
+from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
 from ddp_equivalence.diagnosis.where.own_gradient import (
-    SAME_LOSS,
     Compared,
     backward_lines,
     compared_with_rows,
@@ -31,7 +25,7 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
     losses_are_right,
     where_gradients_are_missing,
 )
-from ddp_equivalence.diagnosis.where.pieces import Pieces, pieces_of
+from ddp_equivalence.diagnosis.where.pieces import EQUAL, Pieces, pieces_of, same_loss
 from ddp_equivalence.diagnosis.where.reduction import (
     fault_of_non_members,
     fault_of_reduction,
@@ -39,7 +33,6 @@ from ddp_equivalence.diagnosis.where.reduction import (
     fault_of_small_groups,
 )
 from ddp_equivalence.diagnosis.where.whereabouts import (
-    BACKWARD_BEGINS,
     MOST_LINES,
     MOST_RANKS,
     Whereabouts,
@@ -48,9 +41,6 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
 )
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.observation import Observation
-
-# Decides where a difference without a name is: in a rank's own gradient, in the reduction, or in
-# what the big batch divides by.
 
 MOST_BEHIND = 8
 """So many lines behind the loss are looked at."""
@@ -77,7 +67,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return not_seen("no backward pass was recorded whose gradients are those of the model")
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
-    found = _find(view, pieces)
+    found = _find(pieces)
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
 
 
@@ -95,8 +85,8 @@ def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
     behind.sort(
         key=lambda one: not calls_model.isdisjoint((one.line, *lines_that_return(run, one.line)))
     )
-    begins = [one for one in others if one.note == BACKWARD_BEGINS]
-    seen = [*faults, *(one for one in others if one not in begins)]
+    begins = [one for one in others if one.begins_backward]
+    seen = [*faults, *(one for one in others if not one.begins_backward)]
     return replace(found, lines=distinct([*seen, *behind[:MOST_LINES], *begins]))
 
 
@@ -116,24 +106,26 @@ def _in_step(view: View, found: Whereabouts) -> Whereabouts:
     return replace(found, sentence=f"In step {view.setting.step + 1}: {found.sentence}")
 
 
-def _find(view: View, pieces: Pieces) -> Whereabouts:
-    view, uniform = pieces.view, pieces.uniform_weight
-    weight = pieces.factor_between(view.expected, pieces.own.sum(0))
-    if weight is not None and uniform is None:
-        return (
-            fault_of_separate_groups(view)
-            or _reduction(pieces, weight)
-            or not_seen("the reduction is wrong, and no call showed which line makes it so")
-        )
-    if weight is not None and uniform is not None:
-        return _factor(pieces, weight, uniform)
-    own = _own(pieces)
-    if uniform is not None:
-        return own or not_seen(
-            "all ranks hold the same multiple of what they computed together, but it was not "
-            "recognised which examples each backward pass was of"
-        )
-    reduction = _reduction(pieces, None)
+def _find(pieces: Pieces) -> Whereabouts:
+    """By what the ranks computed together: the big batch is ``weight`` times it, and what every
+    rank holds ``uniform`` times; None if it is no multiple of it.
+    """
+    weight = pieces.factor_between(pieces.view.expected, pieces.own.sum(0))
+    match weight, pieces.uniform_weight:
+        case float(weight), float(uniform):
+            return _another_factor(pieces, weight, uniform)
+        case float(weight), None:
+            return (
+                fault_of_separate_groups(pieces.view)
+                or _reduction(pieces, weight)
+                or not_seen("the reduction is wrong, and no call showed which line makes it so")
+            )
+        case None, float():
+            return _own(pieces) or not_seen(
+                "all ranks hold the same multiple of what they computed together, but it was not "
+                "recognised which examples each backward pass was of"
+            )
+    own, reduction = _own(pieces), _reduction(pieces, None)
     if reduction is None or own is None:
         return reduction or own or not_seen("too little of the step was recorded")
     if own.kind == "big batch":
@@ -165,64 +157,70 @@ def _own(pieces: Pieces) -> Whereabouts | None:
     return fault_of_division(pieces, compared)
 
 
-def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
+def _another_factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
     """Everything is right up to one factor."""
-    compared = compared_with_rows(pieces)
-    times = uniform / weight
-    text = f"Every gradient is {text_of(times, '.6g')} times that of the big batch. "
-    factors = _common_factor(compared)
+    compared = compared_with_rows(pieces) or []
+    times, factor = uniform / weight, _common_factor(compared)
+    if factor is not None and abs(uniform * pieces.view.world_size - 1) <= EQUAL:
+        return _factor_before_the_mean(pieces, compared, factor, times)
     reduction = _reduction(pieces, weight)
-    is_mean = abs(uniform * pieces.view.world_size - 1) <= 1e-6
-    if factors is not None and compared and is_mean:
-        lines = fault_of_division(pieces, compared)
-        is_right = abs(factors - 1) <= 1e-6
-        passes = len(pieces.by_rank[0])
-        each = f"each of {passes} backward passes" if passes > 1 else "backward"
-        begun = common_loss_factor(pieces.view)
-        is_lost = begun is not None and abs(begun - factors) > SAME_LOSS * abs(factors)
-        may_be_lost = losses_are_right(pieces) or is_lost
-        on_the_way_back = backward_lines(pieces, pieces.all[0]) if may_be_lost else []
-        of_loss = lines.lines if is_right else _lines_that_scale_losses(compared)
-        what = "what its rows give"
-        what = what if is_right else f"{text_of(factors, '.6g')} times {what}"
-        if begun is not None and is_lost and on_the_way_back:
-            what += f", but began at {text_of(begun, '.4g')} times their loss"
-        return replace(
-            lines,
-            kind="big batch" if is_right else "own gradient",
-            headline=f"every gradient is {text_of(times, '.4g')} times the big batch's",
-            sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
-            lines=distinct([*on_the_way_back, *of_loss]),
-            fix="" if is_right or on_the_way_back else FIX_OF_A_FACTOR,
-        )
     if reduction is None:
-        return not_seen(f"{text[:1].lower()}{text[1:].rstrip('. ')}, and no line shows this factor")
-    scaled = _lines_that_scale_losses(compared or [])
-    return replace(reduction, lines=distinct([*reduction.lines, *scaled]))
+        shown = text_of(times, ".6g")
+        return not_seen(
+            f"every gradient is {shown} times that of the big batch, and no line shows this factor"
+        )
+    lines = distinct([*reduction.lines, *_lines_that_scale_losses(compared)])
+    return replace(reduction, lines=lines)
+
+
+def _factor_before_the_mean(
+    pieces: Pieces, compared: Sequence[Compared], factor: float, times: float
+) -> Whereabouts:
+    """The ranks hold the mean of what they computed, which is ``factor`` times what their rows
+    give. The big batch divides otherwise if that is 1.
+    """
+    division, is_right = fault_of_division(pieces, compared), abs(factor - 1) <= EQUAL
+    begun = common_loss_factor(pieces.view)
+    is_lost = begun is not None and not same_loss(begun, factor)
+    may_be_lost = losses_are_right(pieces) or is_lost
+    on_the_way_back = backward_lines(pieces, pieces.all[0]) if may_be_lost else []
+    of_loss = division.lines if is_right else _lines_that_scale_losses(compared)
+    times_its_rows = "" if is_right else f"{text_of(factor, '.6g')} times "
+    what = f"{times_its_rows}what its rows give"
+    if begun is not None and is_lost and on_the_way_back:
+        what += f", but began at {text_of(begun, '.4g')} times their loss"
+    passes = len(pieces.by_rank[0])
+    each = f"each of {passes} backward passes" if passes > 1 else "backward"
+    return replace(
+        division,
+        kind="big batch" if is_right else "own gradient",
+        headline=f"every gradient is {text_of(times, '.4g')} times the big batch's",
+        sentence=f"Every gradient is {text_of(times, '.6g')} times that of the big batch. The "
+        f"reduction returns the mean, and {each} of a rank computes {what}.",
+        lines=distinct([*on_the_way_back, *of_loss]),
+        fix="" if is_right or on_the_way_back else FIX_OF_A_FACTOR,
+    )
 
 
 def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine | None]:
     """The backward passes that began at another loss than that of their rows."""
     factors = [one.loss_factor for one in compared]
-    if not factors or None in factors or all(abs((one or 0.0) - 1) <= SAME_LOSS for one in factors):
+    if not factors or None in factors or all(same_loss(one or 0.0, 1.0) for one in factors):
         return []
     known = dict.fromkeys(text_of(one, ".4g") for one in factors if one is not None)
     shown = ", ".join([*known][:MOST_RANKS])
     times = f"{shown} times what its rows give"
     call = compared[0].piece.call
-    if call is None:
-        return []
-    made = at(call.made_at, f"the loss: {times}", is_fault=True)
-    return [made, at(line_of(call), f"begins at the loss: {times}", is_fault=made is None)]
+    return lines_of_the_loss(call, f"the loss: {times}", True, f"begins at the loss: {times}")
 
 
-def _common_factor(compared: list[Compared] | None) -> float | None:
-    if not compared or any(one.factor is None for one in compared):
+def _common_factor(compared: Sequence[Compared]) -> float | None:
+    """Every piece is so many times what its rows give; None if they differ, or if one is none."""
+    factors = [one.factor for one in compared if one.factor is not None]
+    if not factors or len(factors) < len(compared):
         return None
-    factors = torch.tensor([one.factor for one in compared])
-    if float(factors.max() - factors.min()) > 1e-6 * float(factors.abs().max()):
-        return None
-    return float(factors[0])
+    is_common = max(factors) - min(factors) <= EQUAL * max(map(abs, factors))
+    return factors[0] if is_common else None
 
 
 # Where a difference is that nothing can be fitted to.
@@ -247,31 +245,3 @@ def where_without_view(
         return not_seen(why_no_view)
     names = [name for (_, name), one in expected.items() if one is not None]
     return where_gradients_are_missing(observed, names, view)
-
-
-# An error of this package while it looks for lines must not hide that a step differs.
-
-Found = TypeVar("Found")
-
-are_raised = False
-"""True in the tests of this package, which are to fail by such an error."""
-
-
-def unless_it_fails(look: Callable[[], Found], otherwise: Callable[[str], Found]) -> Found:
-    """Return what ``look()`` returns. If it raises, ``otherwise`` is given the error as a clause.
-
-    Raises OutOfTime, and any error in the tests of this package.
-    """
-    try:
-        return look()
-    except OutOfTime:
-        raise
-    except Exception as error:
-        if are_raised:
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        return otherwise(
-            f"this package failed while it looked ({type(error).__name__}: {error}, at {place}); "
-            "please report this"
-        )

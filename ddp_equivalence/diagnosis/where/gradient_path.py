@@ -13,7 +13,7 @@ from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import ranked
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, thinned, unpacked
-from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR
+from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR, factor_between
 from ddp_equivalence.measurement.observation import Observation
 
 # Says of which ranks' own gradients a gradient is a mixture, and in which weights.
@@ -70,14 +70,10 @@ class Mixtures:
             return None
         if not bool(held.any()):
             return torch.zeros(len(own), dtype=torch.float64)
-        norm = float(held.norm())
         for chosen in self._likely(rank):
-            mixed = chosen @ own
-            square = float(mixed @ mixed)
-            if square and len(held) > 1:
-                factor = float(held @ mixed) / square
-                if float((held - factor * mixed).norm()) <= self.tolerance * norm:
-                    return factor * chosen
+            factor = factor_between(chosen @ own, held, self.tolerance) if len(held) > 1 else None
+            if factor is not None:
+                return factor * chosen
         if len(held) < len(own) + SPARE:
             return None
         scale = own.norm(dim=1)
@@ -88,7 +84,7 @@ class Mixtures:
         solved = torch.linalg.lstsq(matrix, held, rcond=1e-10, driver="gelsd")
         if int(solved.rank) < matrix.shape[1]:
             return None
-        if float((held - matrix @ solved.solution).norm()) > self.tolerance * norm:
+        if float((held - matrix @ solved.solution).norm()) > self.tolerance * float(held.norm()):
             return None
         weights = torch.zeros(len(own), dtype=torch.float64)
         weights[used] = solved.solution / scale[used]
@@ -108,24 +104,6 @@ class Mixtures:
                 yield (one & (numbers == last)).double()
 
 
-def mixtures_of(pieces: Pieces, each: int, groups: tuple[tuple[int, ...], ...]) -> Mixtures:
-    """``each``: so many elements of each gradient are kept in the states of the watched run."""
-    all_pieces = pieces.all
-    scale = pieces.view.setting.scale
-    own = {
-        name: torch.stack([thinned(one.gradient[place] / scale, each) for one in all_pieces])
-        for name, place in pieces.view.parameters.places.items()
-        if all_pieces
-    }
-    return Mixtures(
-        own=own,
-        ranks=tuple(one.rank for one in all_pieces),
-        numbers=tuple(one.number for one in all_pieces),
-        tolerance=pieces.tolerance,
-        groups=groups,
-    )
-
-
 # A mixture of the ranks' own gradients, in words.
 
 MOST_RANKS_NAMED = 6
@@ -142,8 +120,10 @@ def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
         return "zero"
     weight = mix.uniform
     world_size = pieces.view.world_size
+    if weight is not None and world_size == 1:
+        return f"{text_of(weight, '.4g')} times what backward computed"
     if weight is not None:
-        return _of_all_ranks(weight, world_size)
+        return f"{of_all_ranks(weight, world_size)} of the ranks' own gradients"
     by_rank: dict[int, set[float]] = {}
     for piece, one in zip(pieces.all, mix.weights.tolist(), strict=True):
         by_rank.setdefault(piece.rank, set()).add(0.0 if abs(one) <= SAME_WEIGHT * most else one)
@@ -169,13 +149,12 @@ def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
     return f"a weighted sum of the own gradients with these weights: {', '.join(shown)}{more}"
 
 
-def _of_all_ranks(weight: float, world_size: int) -> str:
-    if world_size == 1:
-        return f"{text_of(weight, '.4g')} times what backward computed"
+def of_all_ranks(weight: float, world_size: int) -> str:
+    """What all ranks' gradients are together if each has this weight: ``the mean``."""
     for value, what in ((1 / world_size, "mean"), (1.0, "sum")):
         if abs(weight - value) <= SAME_WEIGHT * value:
-            return f"the {what} of the ranks' own gradients"
-    return f"{text_of(weight, '.4g')} times the sum of the ranks' own gradients"
+            return f"the {what}"
+    return f"{text_of(weight, '.4g')} times the sum"
 
 
 # The way of each gradient through a step.
@@ -238,12 +217,21 @@ def paths_of(pieces: Pieces) -> tuple[Path, ...]:
         for call in view.observed.calls.of(rank)
         if call.collective is not None
     }
-    kept = each.pop()
-    mixtures = mixtures_of(pieces, kept, tuple(sorted(groups)))
+    kept, scale = each.pop(), view.setting.scale
+    mixtures = Mixtures(
+        own={
+            name: torch.stack([thinned(one.gradient[place] / scale, kept) for one in pieces.all])
+            for name, place in view.parameters.places.items()
+        },
+        ranks=tuple(one.rank for one in pieces.all),
+        numbers=tuple(one.number for one in pieces.all),
+        tolerance=pieces.tolerance,
+        groups=tuple(sorted(groups)),
+    )
     found: list[Path] = []
     for position, rank in enumerate(view.setting.reporting_ranks):
         held = {
-            name: thinned(view.measured.by_rank[position][place] / view.setting.scale, kept)
+            name: thinned(view.measured.by_rank[position][place] / scale, kept)
             for name, place in view.parameters.places.items()
         }
         known = {name for state in observed[rank].trace.states for name in state.values}
@@ -393,6 +381,26 @@ def at(
 ) -> PointedLine | None:
     """The line, if it is known."""
     return None if line is None else PointedLine(line, note, is_fault, missing)
+
+
+def backward_begins(line: CodeLine) -> PointedLine:
+    """The line as one of which nothing else is told."""
+    return PointedLine(line, "backward begins", begins_backward=True)
+
+
+def lines_of_the_loss(
+    backward: Call | None, note: str, is_fault: bool, of_backward: str = ""
+) -> list[PointedLine | None]:
+    """The line that made the loss at which a backward pass began, and that of the pass.
+
+    ``of_backward``: what is told of the latter, which is the fault if the former is not known.
+    """
+    if backward is None:
+        return []
+    made, line = at(backward.made_at, note, is_fault), line_of(backward)
+    if of_backward:
+        return [made, at(line, of_backward, made is None)]
+    return [made, None if line is None else backward_begins(line)]
 
 
 # The lines of the user's code that only some ranks ran.

@@ -15,19 +15,19 @@ from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
 from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
 from ddp_equivalence.diagnosis.lines.words import names_text
+from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, called, cut_text, lines_of_cuts
 from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence
-from ddp_equivalence.diagnosis.where.find_whereabouts import unless_it_fails
+from ddp_equivalence.diagnosis.where.gradient_path import backward_begins
 from ddp_equivalence.diagnosis.where.loss import Scaling
 from ddp_equivalence.diagnosis.where.own_gradient import line_of_backward, own_backwards
-from ddp_equivalence.diagnosis.where.reduction import CHANGED_AFTERWARDS, LEAVE_THEM, OTHER_NUMBERS
+from ddp_equivalence.diagnosis.where.pieces import same_loss
 from ddp_equivalence.diagnosis.where.step_and_loss import NUMBERS, Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
-    BACKWARD_BEGINS,
     LOOK_FIRST,
     MOST_LINES,
     Whereabouts,
@@ -35,9 +35,6 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     positions_text,
 )
 from ddp_equivalence.measurement.calls import CodeLine, Kind
-
-WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
-RIGHT_ALONE = "On one rank with the whole batch the step is right."
 
 MOST_DIVERGENCES = 2
 MOST_SHOWN = 4
@@ -66,8 +63,7 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
     """The lines that the report points at; None if the step changes gradients that were right, on
     one rank as on several. That may be wanted, such as clipping, and any edit would only undo it.
     """
-    changes = found is not None and found.headline == CHANGED_AFTERWARDS
-    if changes and found is not None and found.beside_one_rank.startswith(WRONG_ALONE):
+    if found is not None and found.what == "right ones changed" and found.is_right_alone is False:
         return None
     lines: Sequence[PointedLine] = getattr(best or found, "lines", ())
     return lines
@@ -83,7 +79,7 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         return _with_ignored_loss(found, beside, view)
     found = _with_divergences(found, beside, view)
     if view.world_size == 1:
-        found = replace(found, beside_one_rank="", marks="")
+        found = replace(found, is_right_alone=None, marks="")
     if found.explains_all:
         return found
     cuts = beside.cuts
@@ -100,21 +96,20 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
     unlike = beside.loss.unlike or beside.loss.changed
     if found.kind == "reduction":  # the losses are right, and what becomes of gradients may not be
-        is_vague = found.shows_later or found.headline.endswith(OTHER_NUMBERS)
+        is_vague = found.shows_later or found.what == "no weighted sum"
         marked = {one.line for one in found.lines if one.is_fault}
         changed = beside.loss.changed if is_vague else ()
         unlike = tuple(one for one in changed if one.line not in marked)
-    alone = "" if view.world_size == 1 or beside.is_right_alone is None else UNLIKE_LOSS_ALONE
     if not unlike and found.kind == "not seen" and beside.loss.begins_right:
         return _with_own_backwards(found, view)
-    return with_unlike_loss(found, unlike, view, alone, knows_numbers=numbers)
+    return with_unlike_loss(found, unlike, view, beside.is_right_alone, knows_numbers=numbers)
 
 
 def _with_own_backwards(found: Whereabouts, view: View) -> Whereabouts:
     """The backward methods of the user's own, where the losses are right and gradients are not."""
     backward = next((one.first for one in view.observed.calls.backwards), None)
     own = map(line_of_backward, own_backwards(view.observed.by_rank[0], backward))
-    begins = [one.pointed(BACKWARD_BEGINS) for one in view.observed.calls.backwards[:1]]
+    begins = [backward_begins(one.line) for one in view.observed.calls.backwards[:1]]
     return replace(
         found,
         kind="own gradient",
@@ -142,16 +137,10 @@ def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) ->
         f"gradients of {names} are made without it. {found.sentence}",
         lines=first_of_each_line([*own, *(replace(one, is_fault=False) for one in found.lines)]),
         fix="multiply what the backward method returns by the gradient that it is given.",
-        beside_one_rank=_on_one_rank(beside),
+        is_right_alone=beside.is_right_alone,
         marks="",
+        what="something else",
     )
-
-
-def _on_one_rank(beside: BesideOneRank) -> str:
-    """The sentence on what the step does on one rank; "" if it does not run there."""
-    if beside.is_right_alone is None:
-        return ""
-    return RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
 
 
 def with_unread(found: Whereabouts, unread: Sequence[Unread]) -> Whereabouts:
@@ -171,6 +160,7 @@ def with_unread(found: Whereabouts, unread: Sequence[Unread]) -> Whereabouts:
         sentence=f"The loss of the case reads {what}, and no rank does. {before}".rstrip(),
         lines=first_of_each_line([*lines, *others]),
         shows_later=False,
+        what="something else",
     )
 
 
@@ -179,7 +169,7 @@ def with_cuts(found: Whereabouts, cuts: Sequence[Cut]) -> Whereabouts:
     cut = min(cuts, key=lambda one: one.is_leaf)
     number = cut.ended.line.number if cut.ended.line is not None else 0
     others = [replace(one, is_fault=False) for one in found.lines]
-    missing = f"; {found.headline}" if found.headline.endswith("missing") else ""
+    missing = f"; {found.headline}" if found.what == "gradients missing" else ""
     return replace(
         found,
         kind="own gradient",
@@ -193,14 +183,14 @@ def with_cuts(found: Whereabouts, cuts: Sequence[Cut]) -> Whereabouts:
 
 def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     if found.explains_all:
-        return replace(found, beside_one_rank=_on_one_rank(beside))
+        return replace(found, is_right_alone=beside.is_right_alone)
     if found.kind == "reduction" and not beside.is_right_alone and must_be_the_loss(beside, view):
         return wrong_loss(found, beside, view)
     if _is_only_backward(beside):
         return _with_backward(found, beside, view)
     pointed = lines_of_divergences(beside.divergences, view)
     if not pointed:
-        return replace(found, beside_one_rank=_on_one_rank(beside))
+        return replace(found, is_right_alone=beside.is_right_alone)
     found = _with_lines(found, beside, pointed, view)
     if found.kind != "not seen":
         return found
@@ -220,12 +210,13 @@ def _is_only_backward(beside: BesideOneRank) -> bool:
 
 
 def _with_backward(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    lines = []
-    for one in beside.past_autograd:
-        note = f"{called(one)} of what has a gradient; autograd does not know of it"
-        if one.line is not None:
-            lines.append(PointedLine(one.line, note, is_fault=True))
-    begins = [one.pointed(BACKWARD_BEGINS) for one in view.observed.calls.backwards[:1]]
+    note = "of what has a gradient; autograd does not know of it"
+    lines = [
+        PointedLine(one.line, f"{called(one)} {note}", is_fault=True)
+        for one in beside.past_autograd
+        if one.line is not None
+    ]
+    begins = [backward_begins(one.line) for one in view.observed.calls.backwards[:1]]
     return replace(
         found,
         kind="own gradient",
@@ -235,7 +226,8 @@ def _with_backward(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         "pass was seen to part from one rank, only gradients.",
         lines=first_of_each_line([*lines, *begins]),
         fix="use a collective that autograd knows (torch.distributed.nn.functional).",
-        beside_one_rank=RIGHT_ALONE,
+        is_right_alone=True,
+        what="something else",
     )
 
 
@@ -263,17 +255,17 @@ def _with_lines(
     ]
     # The line that writes other numbers is not that which makes them.
     is_late = found.kind == "reduction" and _is_before_backward(beside)
-    is_late |= found.headline.endswith(OTHER_NUMBERS) and pointed[0].line not in backwards
+    is_late |= found.what == "no weighted sum" and pointed[0].line not in backwards
     is_vague = found.shows_later or found.kind == "big batch" or is_late
     if not is_vague and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
         lines = first_of_each_line([*faults, *seen, *others])
-        return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
+        return replace(found, lines=lines, is_right_alone=True)
     seen = [replace(one, is_fault=False) for one in faults]
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
     marks = LOOK_FIRST if any(one.is_fault for one in pointed) else ""
-    fix = "" if found.fix == LEAVE_THEM else found.fix  # another line is marked now
-    return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE, marks=marks, fix=fix)
+    fix = "" if found.what == "right ones changed" else found.fix  # another line is marked now
+    return replace(found, lines=lines, is_right_alone=True, marks=marks, fix=fix)
 
 
 def _before_reduction(divergence: Divergence) -> bool:
@@ -286,26 +278,17 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
     """
     certain = [one for one in found if one.is_certain]
     outside = [one for one in certain if not one.operation.in_backward]
-    lines: dict[CodeLine, PointedLine] = {}
+    uncertain = [one for one in found if not one.is_certain]
+    lines: list[PointedLine] = []
     first = outside or certain
     # What is made of numbers of Python is wrong before: the lines behind it tell more than others.
     most = 1 if first and first[0].operation.name in NUMBERS else MOST_DIVERGENCES
-    for divergence in first[:most]:
-        line = divergence.operation.line
-        if line is not None:
-            note = _note_of_divergence(divergence, view.world_size)
-            lines.setdefault(line, PointedLine(line, note, is_fault=True))
-        for line, relation in divergence.parts_of_sums.items():
-            lines.setdefault(line, PointedLine(line, PARTS[relation]))
-    for divergence in found:
-        line = divergence.operation.line
-        if not divergence.is_certain and line is not None:
-            lines.setdefault(
-                line, PointedLine(line, _note_of_divergence(divergence, view.world_size))
-            )
-            for line, relation in divergence.parts_of_sums.items():
-                lines.setdefault(line, PointedLine(line, PARTS[relation]))
-    return tuple(lines.values())[:MOST_LINES]
+    for one in (*first[:most], *uncertain):
+        if one.operation.line is not None:
+            note = _note_of_divergence(one, view.world_size)
+            lines.append(PointedLine(one.operation.line, note, one.is_certain))
+        lines += [PointedLine(line, PARTS[made]) for line, made in one.parts_of_sums.items()]
+    return first_of_each_line(lines)
 
 
 def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
@@ -370,16 +353,19 @@ def _first_of_largest(values: Tensor) -> int:
 
 # The lines at which a step leaves the loss of the case, with what they compute there.
 
-UNLIKE_LOSS_ALONE = "On one rank the step is wrong, too."
-
 
 def with_unlike_loss(
-    found: Whereabouts, unlike: Sequence[Unlike], view: View, alone: str, *, knows_numbers: bool
+    found: Whereabouts,
+    unlike: Sequence[Unlike],
+    view: View,
+    is_right_alone: bool | None,
+    *,
+    knows_numbers: bool,
 ) -> Whereabouts:
     """The place that was found already, after the lines at which the step leaves the case's loss.
 
-    Nothing is added where the losses are right. ``alone``: what the step does on one rank.
-    ``knows_numbers``: the lines that were found make the numbers by which the loss is scaled.
+    Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
+    the numbers by which the loss is scaled.
     """
     if found.kind == "big batch" or not unlike:
         return found
@@ -394,15 +380,12 @@ def with_unlike_loss(
         behind = [*lines_behind(run_lines(view, 0), joining.line, 1), *behind]
     known = [one for one in found.lines if one.is_fault]
     if known and not found.shows_later:  # a line that was seen to do something wrong comes first
-        more = [one for one in found.lines if one.note != BACKWARD_BEGINS]
+        more = [one for one in found.lines if not one.begins_backward]
         ordered = [*more, *first, *behind, *found.lines]
     else:
         others = [replace(one, is_fault=False) for one in found.lines]
         nearest = [] if knows_numbers else behind[:1]
         ordered = [*first, *nearest, *others, *behind]
-    lines: dict[tuple[str, int], PointedLine] = {}
-    for one in ordered:
-        lines.setdefault((one.line.file, one.line.number), one)
     if found.kind == "not seen":
         what = "computes what the loss of the case does not"
         if joining is not None:
@@ -411,8 +394,12 @@ def with_unlike_loss(
             what = "makes other gradients than the loss of the case"
         headline = f"line {unlike[0].line.number} {what}"
         found = replace(found, kind="own gradient", headline=headline, sentence="")
-    shown = tuple(lines.values())[:MOST_LINES]
-    return replace(found, lines=shown, beside_one_rank=alone, marks=LOOK_FIRST)
+    return replace(
+        found,
+        lines=first_of_each_line(ordered),
+        is_right_alone=None if view.world_size == 1 else is_right_alone,
+        marks=LOOK_FIRST,
+    )
 
 
 def _note_of_value(one: Unlike) -> str:
@@ -434,9 +421,6 @@ def _note_of_value(one: Unlike) -> str:
 
 # One rank holds the same multiple of the big batch's gradient as the others: its loss is wrong.
 
-SAME_AS_HELD = 1e-5
-"""Losses whose relative difference is smaller are equal."""
-
 
 def must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
     """True if the ranks hold the same multiple as one rank, and only backward and reductions have
@@ -447,24 +431,19 @@ def must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
     factor = beside.factor_alone
     if factor is None or (view.observed.calls.changes() and not beside.is_left_by_backward):
         return False
-    hooked = view.observed.calls.places(Kind.TENSOR_HOOK, Kind.HOOK)
-    if hooked or any(one.own_backwards for one in view.observed.by_rank.values()):
-        right = view.examples.big_batch_loss
-        if beside.loss_alone is None or not right or not _close(beside.loss_alone / right, factor):
-            return False
+    hooks = view.observed.calls.places(Kind.TENSOR_HOOK, Kind.HOOK)
+    is_hooked = hooks or any(one.own_backwards for one in view.observed.by_rank.values())
+    if is_hooked and not (view.examples.big_batch_loss and has_right_loss(beside, view, factor)):
+        return False
     return all(
         unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
     )
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= SAME_AS_HELD * abs(other)
-
-
-def has_right_loss(beside: BesideOneRank, view: View) -> bool:
-    """True if backward began, on one rank, at the loss of the big batch."""
-    right = view.examples.big_batch_loss
-    return beside.loss_alone is not None and _close(beside.loss_alone, right)
+def has_right_loss(beside: BesideOneRank, view: View, factor: float = 1.0) -> bool:
+    """True if backward began, on one rank, at so many times the loss of the big batch."""
+    right = factor * view.examples.big_batch_loss
+    return beside.loss_alone is not None and same_loss(beside.loss_alone, right)
 
 
 def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -487,8 +466,9 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
         "reduced rightly.",
         lines=first_of_each_line(lines),
         fix="",
-        beside_one_rank="",
+        is_right_alone=None,
         shows_later=True,
+        what="something else",
     )
 
 

@@ -14,10 +14,14 @@ from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.where.gradient_path import at, line_of, lines_only_on
-from ddp_equivalence.diagnosis.where.pieces import Piece, Pieces, pieces_of
+from ddp_equivalence.diagnosis.where.gradient_path import (
+    at,
+    line_of,
+    lines_of_the_loss,
+    lines_only_on,
+)
+from ddp_equivalence.diagnosis.where.pieces import SAME_LOSS, Piece, Pieces, pieces_of, same_loss
 from ddp_equivalence.diagnosis.where.whereabouts import (
-    BACKWARD_BEGINS,
     MOST_RANKS,
     Whereabouts,
     distinct,
@@ -28,9 +32,6 @@ from ddp_equivalence.measurement.graph_watch import OwnBackward
 from ddp_equivalence.measurement.observation import Observation
 
 MOST_CHANGES = 2
-
-SAME_LOSS = 1e-5
-"""Losses whose relative difference is smaller are equal."""
 
 MOST_DIGITS = 10
 """Losses that agree in so many digits differ by rounding."""
@@ -67,7 +68,7 @@ class Compared:
     def is_loss_right(self) -> bool | None:
         """Whether backward began at the loss of the rows; None if that is not known."""
         factor = self.loss_factor
-        return None if factor is None else abs(factor - 1) <= SAME_LOSS
+        return None if factor is None else same_loss(factor, 1.0)
 
     def has_its_share(self, pieces: Pieces) -> bool:
         """True if its gradient is that of its rows, or this divided by how many its rank has."""
@@ -142,11 +143,10 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
             headline = f"every rank's loss is {number}, {of_big_batch}"
         sentence = f"The {unit} losses are {every}; {of_big_batch}. "
     else:
-        is_mean = len(known) == pieces.view.world_size and abs(weight * len(known) - 1) <= SAME_LOSS
+        is_mean = len(known) == pieces.view.world_size and same_loss(weight * len(known), 1.0)
         what = "mean" if is_mean else "summed"
-        times = (
-            "" if is_mean or abs(weight - 1) <= SAME_LOSS else f"{text_of(weight, '.4g')} times "
-        )
+        is_plain = is_mean or same_loss(weight, 1.0)
+        times = "" if is_plain else f"{text_of(weight, '.4g')} times "
         if abs(together - right) <= size:
             together = right
         number, of_all = _apart(together, right)
@@ -198,17 +198,21 @@ def fault_of_own_gradient(
     names = _names(pieces, one)
     if judged.of_all:
         names = tuple(name for name in reversed(names) if name in view.measured.differing)
-    headline, sentence, lines = _from_where(pieces, wrong, names, judged)
     about = who if len(ranks) in (1, view.world_size) else f"{len(ranks)} ranks"
+    headline, sentence, lines = _from_where(pieces, wrong, names, judged, about)
     only_there = lines_only_on(view.observed.by_rank, ranks)
     changed = changes_before(view.observed.by_rank[one.piece.rank], one.piece.call)
-    of_loss = [_loss_line(one, judged), _backward_line(one, judged)]
+    call, of_backward = one.piece.call, ""
+    if judged.is_wrong and call is not None and call.made_at is None:
+        of_backward = f"backward begins here: {judged.note}"
+    note = f"the loss: {judged.note}" if judged.is_wrong else "the loss"
+    of_loss = lines_of_the_loss(call, note, judged.is_wrong, of_backward)
     shown = [*only_there, *changed, *lines]
     marked = [line for line in shown if line and line.is_fault]
     return Whereabouts(
         kind="own gradient",
         shows_later=not marked,
-        headline=headline if headline == judged.headline else f"{about}: {headline}",
+        headline=headline,
         sentence=f"{judged.sentence}{sentence}{whole}".rstrip(),
         lines=distinct([*shown, *of_loss]),
         parameters=names,
@@ -217,25 +221,28 @@ def fault_of_own_gradient(
 
 
 def _from_where(
-    pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str], judged: Judged
+    pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str], judged: Judged, about: str
 ) -> tuple[str, str, list[PointedLine | None]]:
-    """A headline, a sentence and lines on how the first of the pieces is wrong."""
+    """A headline, a sentence and lines on how the first of the pieces is wrong.
+
+    ``about``: the ranks whose pieces are wrong, as the headline names them.
+    """
     one = wrong[0]
     missing = _not_called(pieces, wrong, names)
     if missing:
         text = f"The module {missing} is not called, although the loss of the rows depends on it. "
-        return f"{missing} is not called", text, []
+        return f"{about}: {missing} is not called", text, []
     if judged.is_wrong:
         return judged.headline, "", []
     lines = backward_lines(pieces, one.piece)
     ran = own_backwards(pieces.view.observed.by_rank[one.piece.rank], one.piece.call)
     if ran and ran[0].withheld:
         what = f"Line {ran[0].line.number} {line_of_backward(ran[0]).note}. "
-        return "a backward method returns no gradient", what, lines
+        return f"{about}: a backward method returns no gradient", what, lines
     rest = "; all others are right" if len(pieces.view.parameters.names) > len(names) else ""
     text = f"The loss is right, and the gradient of {names_text(names)} is not{rest}. "
     headline = "backward gives another gradient" if lines else "another gradient than its rows give"
-    return headline, text, lines
+    return f"{about}: {headline}", text, lines
 
 
 def _not_called(pieces: Pieces, wrong: Sequence[Compared], names: Sequence[str]) -> str:
@@ -275,21 +282,6 @@ def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
         return ""
     shown = ", ".join(str(number + 1) for number in numbers)
     return f" That is so in backward pass {shown} of {max(counts)}."
-
-
-def _loss_line(one: Compared, judged: Judged) -> PointedLine | None:
-    line = one.piece.call.made_at if one.piece.call else None
-    note = f"the loss: {judged.note}" if judged.is_wrong else "the loss"
-    return at(line, note, judged.is_wrong)
-
-
-def _backward_line(one: Compared, judged: Judged) -> PointedLine | None:
-    call = one.piece.call
-    if call is None:
-        return None
-    is_told = call.made_at is not None or not judged.is_wrong
-    note = BACKWARD_BEGINS if is_told else f"backward begins here: {judged.note}"
-    return at(line_of(call), note, not is_told)
 
 
 # What a forward pass reads beside its rows: weights, buffers, and attributes of modules.
@@ -450,6 +442,7 @@ def where_gradients_are_missing(
         tuple(gone),
         ranks,
         shows_later=not is_seen and not only_there,
+        what="gradients missing",
     )
 
 

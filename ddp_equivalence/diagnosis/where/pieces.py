@@ -22,6 +22,7 @@ from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import Call, Kind, Operations
+from ddp_equivalence.measurement.gradient_watch import factor_between
 from ddp_equivalence.measurement.observation import Forward, Indices
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
@@ -46,6 +47,13 @@ FRACTION = 0.05
 
 SMALL = 1e-5
 """A smaller difference may be one of precision on all ranks alike."""
+
+SAME_LOSS = 1e-5
+
+
+def same_loss(loss: float, right: float) -> bool:
+    """True if two losses, or factors of losses, are equal up to rounding."""
+    return abs(loss - right) <= SAME_LOSS * abs(right)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class Pieces:
         total = self.own.sum(0)
         weights = [self.factor_between(held, total) for held in self.view.measured.by_rank]
         known = [one for one in weights if one is not None]
-        if len(known) != len(weights) or max(known) - min(known) > 1e-6 * abs(known[0]):
+        if len(known) != len(weights) or max(known) - min(known) > EQUAL * abs(known[0]):
             return None
         return known[0]
 
@@ -160,13 +168,8 @@ class Pieces:
         return found if bool(found.gradient.isfinite().all()) else None
 
     def factor_between(self, found: Tensor, right: Tensor) -> float | None:
-        """The number that ``found`` is ``right`` times; None if it is no multiple of it."""
-        square = float(right @ right)
-        norm = float(found.norm())
-        if not norm or not square or not bool(found.isfinite().all()):
-            return None
-        factor = float(found @ right) / square
-        return factor if float((found - factor * right).norm()) <= self.tolerance * norm else None
+        """The number that ``found`` is ``right`` times; None if it is zero, or no multiple."""
+        return factor_between(right, found, self.tolerance) or None
 
 
 def eps_of(dtype: str) -> float:

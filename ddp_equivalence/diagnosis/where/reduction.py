@@ -40,6 +40,7 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
     lines_only_on,
     mix_text,
     odd_ranks,
+    of_all_ranks,
     pointed,
     same_mix,
     went_alike,
@@ -47,6 +48,7 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_LINES,
+    WhatWasSeen,
     Whereabouts,
     distinct,
     of_all,
@@ -60,9 +62,6 @@ from ddp_equivalence.measurement.calls import Call, Contents, Kind
 # all the time, which ranks or backward passes count in it as they should not.
 
 OTHER = "What the ranks hold in the end is not the mean of what they computed."
-OTHER_NUMBERS = "leaves no weighted sum of the ranks' gradients"
-LEAVE_THEM = "leave the gradients as they were before the marked line."
-CHANGED_AFTERWARDS = "right gradients are changed afterwards"
 
 NOTHING = 1e-9
 """Gradients that are so many times what they should be are zero."""
@@ -131,10 +130,7 @@ def _premise(pieces: Pieces, weight: float | None) -> str:
     world_size = pieces.view.world_size
     if world_size == 1:
         return "What backward computed is right, and what the rank holds in the end is not this."
-    what = f"{text_of(weight, '.4g')} times the sum"
-    for value, name in ((1.0, "sum"), (1 / world_size, "mean")):
-        if abs(weight - value) <= SAME_WEIGHT * value:
-            what = f"the {name}"
+    what = of_all_ranks(weight, world_size)
     return f"The big batch is {what} of what the ranks computed before any reduction."
 
 
@@ -195,7 +191,7 @@ class _Search:
         what, text = done_text(wrong.call, self.pieces), self._text(wrong.mix)
         return Whereabouts(
             "reduction",
-            CHANGED_AFTERWARDS,
+            "right gradients are changed afterwards",
             f"The gradients were {self._text(right.mix)}. Then {what}, and they were {text}.",
             distinct(
                 [
@@ -204,7 +200,10 @@ class _Search:
                     *self._gone_through(wrong.call),
                 ]
             ),
-            fix=LEAVE_THEM if self._were_right_everywhere() else "",
+            fix="leave the gradients as they were before the marked line."
+            if self._were_right_everywhere()
+            else "",
+            what="right ones changed",
         )
 
     def _were_right_everywhere(self) -> bool:
@@ -239,6 +238,7 @@ class _Search:
         path, state = self.path, self.path.states[number]
         before = path.states[number - 1] if number else None
         what, text = done_text(state.call, self.pieces), self._text(state.mix)
+        headline, what_was_seen = self._headline_of(state)
         ranks = tuple(
             sorted({one.rank for one in self.bad if _first_other(one, state.call)})
             if state.call.collective is None
@@ -249,7 +249,7 @@ class _Search:
         where = f", on {ranked(ranks, self.view.world_size)}," if ranks else ""
         return Whereabouts(
             "reduction",
-            self._headline_of(state),
+            headline,
             f"First the gradients were {was}. Then{where} {what}, and they were {text}."
             if before is not None
             else f"{after} the gradients were {text}.",
@@ -261,16 +261,18 @@ class _Search:
                 ]
             ),
             ranks=ranks,
+            what=what_was_seen,
         )
 
-    def _headline_of(self, state: AfterCall) -> str:
+    def _headline_of(self, state: AfterCall) -> tuple[str, WhatWasSeen]:
         collective = state.call.collective
         if collective is None or collective.reduce_op in ("SUM", "AVG"):
             line = line_of(state.call)
-            return f"line {line.number} {OTHER_NUMBERS}" if line else f"a line {OTHER_NUMBERS}"
+            which = f"line {line.number}" if line else "a line"
+            return f"{which} leaves no weighted sum of the ranks' gradients", "no weighted sum"
         if collective.reduce_op:
-            return f"gradients are reduced with {collective.reduce_op}"
-        return f"{collective.op} leaves other gradients"
+            return f"gradients are reduced with {collective.reduce_op}", "something else"
+        return f"{collective.op} leaves other gradients", "something else"
 
     def _other_mixture(self) -> Whereabouts | None:
         """Which ranks or backward passes count as they should not."""
@@ -416,7 +418,7 @@ class _Search:
         ]
         sent = inside or any(map(self._reductions, range(view.world_size)))
         never = "" if sent else "No collective that Python issued contained them."
-        return self._of(
+        found = self._of(
             "gradients of some ranks are missing",
             f"{never} What {who} computed is not in these gradients.".strip(),
             lines,
@@ -424,6 +426,7 @@ class _Search:
             if reduced or exchanged or inside
             else "reduce them over all ranks, after the last backward pass.",
         )
+        return replace(found, what="gradients missing")
 
     def _passes_count_unequally(
         self, weights: dict[int, dict[int, float]], least: float
@@ -504,8 +507,8 @@ class _Search:
             right = good.held.uniform
         lines = list(filter(None, self._where_they_part())) if good is not None else []
         times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
-        where = ranked(tuple(sorted({one.rank for one in self.bad})), self.view.world_size)
-        on = "" if where == "every rank" else f"On {where}, "
+        ranks, world_size = sorted({one.rank for one in self.bad}), self.view.world_size
+        on = "" if len(ranks) == world_size > 1 else f"On {ranked(ranks, world_size)}, "
         text = f"all ranks count equally, with{times}" if times else "all ranks count equally."
         return self._of(
             "all ranks count equally, with a wrong factor",

@@ -309,25 +309,14 @@ def _in_order(view: View, run: Operations, part: Indices) -> list[Value | None]:
 
 
 def _known(view: View, recorded: Sequence[Operations], backward: bool) -> Iterator[Value]:
-    """The values of the big batch, and those that the loss of the case makes of it."""
+    """The values of the big batch, and those that the loss of the case makes of it: in forward
+    passes, or in all.
+    """
     yield from _of_batch(view.setting.batch)
     for run in recorded:
-        yield from _values(run, backward)
-
-
-def _values(run: Operations, backward: bool) -> Iterator[Value]:
-    """The values of a run: of its forward passes, or of all."""
-    if backward:
-        yield from run.values
-        return
-    numbers = {
-        one: None
-        for operation in run.operations
-        if not operation.in_backward
-        for one in (*operation.given, *operation.returned)
-        if one is not None
-    }
-    yield from (run.values[one] for one in numbers)
+        forward = (one for one in run.operations if not one.in_backward)
+        numbers = dict.fromkeys(n for one in forward for n in (*one.given, *one.returned))
+        yield from run.values if backward else (run.values[n] for n in numbers if n is not None)
 
 
 def _has_read(view: View, step: Operations, parts: Sequence[Indices]) -> bool:

@@ -86,12 +86,8 @@ def _is_recognised(run: Operations, in_loss: KnownValues) -> bool:
         in_loss.has(value) == "yes"
         for value, writer in _read_by(run)
         if writer is None or differentiable.isdisjoint(behind(run, [writer]))
-        if not _is_constant(value) and not (len(value.shape) == 1 and not value.is_floating_point)
+        if len(value.tensor.unique()) > 1 and (len(value.shape) != 1 or value.is_floating_point)
     )
-
-
-def _is_constant(value: Value) -> bool:
-    return len(value.tensor.unique()) <= 1
 
 
 def _is_known(known: KnownValues, part: object) -> str:

@@ -10,14 +10,18 @@ from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.setting import PointedLine
 
 WhichPart = Literal["own gradient", "reduction", "big batch", "not seen"]
+WhatWasSeen = Literal[
+    "gradients missing", "no weighted sum", "right ones changed", "something else"
+]
 
 MOST_LINES = 3
 MOST_RANKS = 6
 MOST_RANGES = 3
 
 LOOK_FIRST = "> marks what to look at first."
-BACKWARD_BEGINS = "backward begins"
-"""The note on a line that tells nothing else."""
+RIGHT_ALONE = "On one rank with the whole batch the step is right."
+WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
+WRONG_ALONE_BRIEFLY = "On one rank the step is wrong, too."
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class Whereabouts:
     should be; "big batch" if both are right and the big batch divides otherwise; "not seen" if
     none of these was shown. ``headline``: the same in at most ten words, in lower case.
     ``lines``: in the order in which they ran. ``parameters``, ``ranks``: that are concerned.
-    ``fix``: "" if nothing certain can be said. ``beside_one_rank``: what the same step does on one
-    rank with the whole batch, as sentences; "" if it did not run there. ``marks``: what the marked
-    lines are, as a sentence about ">"; "" if their notes say enough. ``shows_later``: the
-    marked line is only one in which the fault of another shows, such as that of the loss.
-    ``explains_all``: a run on one rank can say no more about it.
+    ``fix``: "" if nothing certain can be said. ``is_right_alone``: the same step is right on one
+    rank with the whole batch; None if it did not run there, or if the sentence tells it already.
+    ``marks``: what the marked lines are, as a sentence about ">"; "" if their notes say enough.
+    ``shows_later``: the marked line is only one in which the fault of another shows, such as that
+    of the loss. ``explains_all``: a run on one rank can say no more about it. ``what``: what the
+    headline says of the gradients, as far as anything depends on it: some of a rank or a parameter
+    are missing, a line leaves no weighted sum of them, or right ones are changed afterwards.
     """
 
     kind: WhichPart
@@ -41,10 +47,20 @@ class Whereabouts:
     parameters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     fix: str = ""
-    beside_one_rank: str = ""
+    is_right_alone: bool | None = None
     marks: str = ""
     shows_later: bool = False
     explains_all: bool = False
+    what: WhatWasSeen = "something else"
+
+    @property
+    def beside_one_rank(self) -> str:
+        """The sentence on what the step does on one rank, a short one beside that on the marks."""
+        if self.is_right_alone is None:
+            return ""
+        if self.is_right_alone:
+            return RIGHT_ALONE
+        return WRONG_ALONE_BRIEFLY if self.marks else WRONG_ALONE
 
 
 def not_seen(why: str) -> Whereabouts:
@@ -98,14 +114,15 @@ def distinct(lines: Sequence[PointedLine | None]) -> tuple[PointedLine, ...]:
                 "; ".join(dict.fromkeys(filter(None, (known.note, one.note)))),
                 known.is_fault or one.is_fault,
                 known.missing or one.missing,
+                known.begins_backward and one.begins_backward,
             )
         found[key] = known
     return tuple(found.values())[:MOST_LINES]
 
 
-def first_of_each_line(lines: Sequence[PointedLine]) -> tuple[PointedLine, ...]:
+def first_of_each_line(lines: Sequence[PointedLine | None]) -> tuple[PointedLine, ...]:
     """Each line once, with its first note, and not more lines than fit on a screen."""
     first: dict[tuple[str, int], PointedLine] = {}
-    for one in lines:
+    for one in filter(None, lines):
         first.setdefault((one.line.file, one.line.number), one)
     return tuple(first.values())[:MOST_LINES]

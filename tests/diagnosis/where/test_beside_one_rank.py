@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, check
 from ddp_equivalence.diagnosis.where import divergence
-from ddp_equivalence.diagnosis.where.lines_of_divergences import RIGHT_ALONE
 from tests.diagnosis.where.faulty import CASE, average, distance, loss, unnamed
 from tests.diagnosis.where.test_kinds_of_differences import maximum_instead_of_sum
 
@@ -163,21 +162,20 @@ SPREAD = replace(GAINS, loss=by_spread)
 )
 def test_the_line_at_which_the_ranks_part_is_marked(case: Case, step: Any) -> None:
     where = unnamed(case, step)
-    assert where.beside_one_rank.startswith(RIGHT_ALONE)
+    assert where.is_right_alone
     assert where.lines[0].is_fault
     assert distance(where, step) <= 1
 
 
 @pytest.mark.parametrize("step", [wrong_on_any_number_of_ranks, sends_to_a_neighbour])
 def test_a_step_that_is_wrong_on_one_rank_too_is_said_to_be(step: Any) -> None:
-    right = step is sends_to_a_neighbour
     where = unnamed(replace(CASE, layout="1x2"), step)
-    assert where.beside_one_rank.startswith(RIGHT_ALONE if right else "On one rank the step")
+    assert where.is_right_alone is (step is sends_to_a_neighbour)
 
 
 @pytest.mark.parametrize("step", [needs_two_ranks, noisy])
 def test_nothing_is_said_of_one_rank_where_it_shows_nothing(step: Any) -> None:
-    assert unnamed(CASE, step).beside_one_rank == ""
+    assert unnamed(CASE, step).is_right_alone is None
 
 
 @pytest.mark.parametrize(

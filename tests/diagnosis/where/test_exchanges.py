@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_equivalence import Case
-from ddp_equivalence.diagnosis.where.lines_of_divergences import RIGHT_ALONE, WRONG_ALONE
+from ddp_equivalence.diagnosis.where.whereabouts import RIGHT_ALONE, WRONG_ALONE
 from tests.diagnosis.where.faulty import CASE, average, distance, loss, unnamed
 
 WORDS = 12

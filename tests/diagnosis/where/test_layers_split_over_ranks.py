@@ -161,7 +161,7 @@ def split_model(model: Any, batch: dict[str, Tensor], rank: Rank) -> None:
 @pytest.mark.parametrize("apply", [bias_on_each_rank, units_of_another_layer])
 def test_the_line_that_computes_another_part_is_marked(apply: Any) -> None:
     where = unnamed(CASE, lambda model, batch, rank: split_layer(model, batch, rank, apply))
-    assert (where.beside_one_rank, where.marks) == ("", LOOK_FIRST)
+    assert (where.is_right_alone, where.marks) == (None, LOOK_FIRST)
     assert distance(where, apply) == 0
 
 
@@ -190,7 +190,7 @@ def test_a_reduction_over_other_ranks_is_marked_and_not_the_parts_that_it_adds_u
 @pytest.mark.parametrize("step", [split_sequences, split_model])
 def test_the_line_with_a_value_that_the_loss_lacks_is_marked(step: Any) -> None:
     where = unnamed(CASE, step)
-    assert (where.beside_one_rank, where.marks) == ("", LOOK_FIRST)
+    assert (where.is_right_alone, where.marks) == (None, LOOK_FIRST)
     assert distance(where, step) == 0
 
 

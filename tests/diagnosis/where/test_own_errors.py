@@ -8,7 +8,8 @@ import pytest
 
 from ddp_equivalence import check
 from ddp_equivalence.diagnosis import localisation
-from ddp_equivalence.diagnosis.where import divergence, find_whereabouts
+from ddp_equivalence.diagnosis.own_errors import own_errors_raised
+from ddp_equivalence.diagnosis.where import divergence
 from tests.diagnosis.where.faulty import CASE
 from tests.diagnosis.where.test_kinds_of_differences import maximum_instead_of_sum
 
@@ -18,12 +19,12 @@ def fail(*_: Any) -> NoReturn:
 
 
 def test_the_report_says_that_the_search_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find_whereabouts, "are_raised", False)
     monkeypatch.setattr(localisation, "find_whereabouts", fail)
     monkeypatch.setattr(divergence, "operations_beside_one_rank", fail)
-    verdict = check(CASE, maximum_instead_of_sum)
+    with own_errors_raised(False):
+        verdict = check(CASE, maximum_instead_of_sum)
+        text = " ".join(verdict.full_report().split())
     assert verdict.outcome == "different"
-    text = " ".join(verdict.full_report().split())
     assert "failed while it looked (IndexError: list index out of range" in text
     assert "test_own_errors.py:" in text
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_equivalence import Case
-from ddp_equivalence.diagnosis.where.lines_of_divergences import RIGHT_ALONE
 from tests.diagnosis.where.faulty import CASE, average, distance, unnamed
 
 LENGTH, WIDTH, HIDDEN = 8, 5, 6
@@ -100,7 +99,7 @@ def test_the_line_at_which_parts_of_ranks_go_astray_comes_first(
     case: Case, step: Any, within: Any
 ) -> None:
     where = unnamed(case, step)
-    assert where.beside_one_rank.startswith(RIGHT_ALONE)
+    assert where.is_right_alone
     assert where.lines[0].is_fault
     assert distance(replace(where, lines=where.lines[:1]), within or step) == 0, where.lines
 

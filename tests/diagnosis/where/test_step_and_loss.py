@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_equivalence import Case
-from ddp_equivalence.diagnosis.where.lines_of_divergences import UNLIKE_LOSS_ALONE
 from ddp_equivalence.diagnosis.where.whereabouts import LOOK_FIRST
 from tests.diagnosis.where.faulty import average, unnamed
 
@@ -138,7 +137,7 @@ def test_the_line_that_leaves_the_loss_of_the_case_is_marked(case: Case, step: A
     where = unnamed(case, step)
     text = Path(__file__).read_text("utf-8").splitlines()
     marked = [n for n, line in enumerate(text, 1) if line.endswith(f"# {step.__name__}")]
-    assert where.beside_one_rank == ("" if case.layout == "1x1" else UNLIKE_LOSS_ALONE)
+    assert where.is_right_alone is (None if case.layout == "1x1" else False)
     assert where.marks == LOOK_FIRST
     assert any(one.is_fault for one in where.lines)
     # The lines that were seen to write the gradient come before the line that makes it.

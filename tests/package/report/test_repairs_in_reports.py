@@ -132,7 +132,7 @@ def test_nothing_is_said_of_marks_that_an_edited_line_has_taken(verdict: Verdict
     assert verdict.analysis is not None
     where = verdict.analysis.localisation.whereabouts
     assert where is not None
-    where = replace(where, beside_one_rank="", marks="> marks something.")
+    where = replace(where, is_right_alone=None, marks="> marks something.")
     verdict.analysis.localisation = replace(verdict.analysis.localisation, whereabouts=where)
     assert "> marks something." in str(verdict)
     repair = _repair(verdict, FAULTY, "parameter.grad /= rank.world_size")
