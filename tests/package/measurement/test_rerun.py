@@ -82,20 +82,19 @@ def test_it_takes_little_longer_than_it_took_to_get_stuck() -> None:
         right_step(model, shard, rank)
         time.sleep(1000)
 
-    verdict = check(own_case(), hangs, deadline=8.0)
+    verdict = check(own_case(), hangs, deadline=5.0)
     assert verdict.second_look is not None
     assert verdict.second_look.failure is not None
     assert verdict.second_look.cut_short
     allowed = re.search(r"within the ([\d.]+) s of", str(verdict.second_look.failure))
     assert allowed is not None, verdict.second_look
-    assert float(allowed[1]) < 8.0 / 2
+    assert float(allowed[1]) < 5.0 / 2
 
 
-@pytest.mark.parametrize("step", [right_step])
-def test_a_right_step_is_right_under_detail(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_step_is_right_under_detail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rerun must not fail by itself: torch 2.13 segfaults there without our help."""
     from ddp_equivalence.measurement.measure import DETAIL
 
     for name, value in DETAIL:
         monkeypatch.setenv(name, value)
-    assert check(own_case(layout="1x3"), step).outcome == "same"
+    assert check(own_case(layout="1x3"), right_step).outcome == "same"

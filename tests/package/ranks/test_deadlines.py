@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence import BadCase, Rank, check
+from ddp_equivalence import BadCase, Rank, Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.pytest_plugin.options import END, RunDeadline
 from tests.package.own_cases import own_case, right_step, the_others_wait_for
@@ -49,6 +50,13 @@ def raises_while_others_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
     dist.barrier()
 
 
+@cache
+def ended_soon(step: Any) -> Verdict:
+    """The verdict on a step that only a deadline ends."""
+    with settings.using(SHORT):
+        return check(own_case(layout="1x3"), step)
+
+
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
@@ -75,8 +83,7 @@ def raises_while_others_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
     ],
 )
 def test_who_waits_for_whom_is_one_sentence(step: Any, sentence: str) -> None:
-    with settings.using(SHORT):
-        verdict = check(own_case(layout="1x3"), step)
+    verdict = ended_soon(step)
     assert verdict.failure is not None
     assert re.fullmatch(sentence, verdict.failure.waiting), verdict.failure.waiting
     assert verdict.failure.waiting in " ".join(str(verdict).split())
@@ -105,8 +112,7 @@ def test_a_rank_that_is_about_to_report_its_exception_is_waited_for() -> None:
 
 
 def test_the_last_collective_of_each_rank_is_reported_with_the_line_that_called_it() -> None:
-    with settings.using(SHORT):
-        verdict = check(own_case(layout="1x3"), rank_1_is_elsewhere)
+    verdict = ended_soon(rank_1_is_elsewhere)
     assert verdict.failure is not None
     last = {end.rank: end.last for end in verdict.failure.ends}
     calls = [(collective.op, collective.number) for collective in last.values() if collective]
