@@ -18,8 +18,8 @@ from tests.package.own_cases import own_case, right_step
 torch.set_num_threads(2)
 torch.randn(512, 512) @ torch.randn(512, 512)  # a fork would wait for these threads for ever
 
-def judge(in_process=False, step=right_step):
-    return check(own_case(), step, in_process=in_process).outcome
+def judge(in_process=False, step=right_step, layout="1x2"):
+    return check(own_case(layout=layout), step, in_process=in_process).outcome
 
 def takes_long(model, shard, rank):
     right_step(model, shard, rank)
@@ -28,7 +28,8 @@ def takes_long(model, shard, rank):
 with multiprocessing.get_context("fork").Pool(1) as pool:
     print("daemonic, before the first check:", pool.apply(judge), flush=True)
 print("here:", judge(), judge(in_process=True), flush=True)
-thread = threading.Thread(target=judge, kwargs={"step": takes_long})
+# On other ranks than the fork, which must not take the idle ones of its parent.
+thread = threading.Thread(target=judge, kwargs={"step": takes_long, "layout": "2x1"})
 thread.start()
 time.sleep(0.5)
 assert thread.is_alive(), "the check ended before the fork"
