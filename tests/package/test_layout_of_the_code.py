@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": 680,
     "commands": 5_890,
     "comparison": 1_770,
-    "diagnosis": 19_713,
+    "diagnosis": 19_717,
     "faults": 2_140,
     "gate": 1_960,
     "measurement": 7_900,

@@ -443,18 +443,19 @@ class _Search:
         place = self._logs.places_that_diverge(number)[0]
         by_rank, alone = self._logs.returned(number, place)
         operation = self._operations[number]
-        parts = dict(self._lines_of_parts(number, operation.line))
         backward = (n for n, one in enumerate(self._operations) if one.in_backward)
+        taken, elsewhere = self._logs.taken(by_rank, alone)
         return Divergence(
             operation,
             by_rank,
             alone,
             is_certain,
-            parts,
-            number < next(backward, 0),
-            *self._logs.taken(by_rank, alone),
-            self._joined(number),
-            self._logs.apart(by_rank, alone),
+            parts_of_sums=dict(self._lines_of_parts(number, operation.line)),
+            is_first=number < next(backward, 0),
+            taken=taken,
+            elsewhere=elsewhere,
+            joined=self._joined(number),
+            apart=self._logs.apart(by_rank, alone),
         )
 
     def _joined(self, number: int) -> tuple[int, int, int] | None:

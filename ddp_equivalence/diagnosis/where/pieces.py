@@ -49,6 +49,7 @@ SMALL = 1e-5
 """A smaller difference may be one of precision on all ranks alike."""
 
 SAME_LOSS = 1e-5
+"""Losses whose relative difference is smaller are equal: a part may be computed in float32."""
 
 
 def same_loss(loss: float, right: float) -> bool:

@@ -84,7 +84,8 @@ class StepAndLoss:
     """A step that is wrong on one rank, beside the loss of the case. ``unlike``: where its forward
     passes leave this loss. ``cuts``: where gradients end that go on in the loss. ``changed``: the
     first operations in or after backward passes that make other gradients, of what the loss has.
-    ``begins_right``: the backward passes of all ranks were seen to begin at the right loss.
+    ``begins_right``: where nothing of this was found, the backward passes of all ranks were seen to
+    begin at the right loss.
     """
 
     unlike: tuple[Unlike, ...] = ()
@@ -128,7 +129,8 @@ def ranks_compared_with_the_loss(view: View, ranks: Sequence[Operations]) -> Ste
         return StepAndLoss()
     unlike = loss.unlike(ranks)
     changed = () if unlike else loss.unlike(ranks, backward=True)[:1]
-    begins_right = all(one.begins_right for one in loss.searches(ranks))
+    is_open = not unlike and not changed
+    begins_right = is_open and all(one.begins_right for one in loss.searches(ranks))
     return StepAndLoss(unlike, (), changed, begins_right)
 
 

@@ -194,6 +194,36 @@ def test_the_line_with_a_value_that_the_loss_lacks_is_marked(step: Any) -> None:
     assert distance(where, step) == 0
 
 
+class OwnGelu(torch.autograd.Function):
+    """Its forward pass is right, by way of values that the loss of the case does not have."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        moved = hidden.exp()
+        ctx.save_for_backward(moved)
+        return F.gelu(moved.log())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (moved,) = ctx.saved_tensors
+        return gradient.mul(moved / (1 + moved))  # fault
+
+
+def by_an_own_function(model: Split, hidden: Tensor, mine: slice) -> Tensor:
+    own: Any = OwnGelu
+    units = own.apply(F.linear(hidden, model.up.weight[mine], model.up.bias[mine]))
+    return F.linear(units, model.down.weight[:, mine], model.down.bias / 2)
+
+
+def test_where_the_losses_are_right_the_own_backward_method_is_marked() -> None:
+    where = unnamed(
+        CASE, lambda model, batch, rank: split_layer(model, batch, rank, by_an_own_function)
+    )
+    faults = tuple(one for one in where.lines if one.is_fault)
+    assert distance(replace(where, lines=faults), OwnGelu.backward) == 0
+    assert {one.line.function for one in faults} == {"backward"}  # the forward pass is right
+
+
 def test_the_same_layer_split_rightly_is_the_same() -> None:
     found = check(CASE, lambda model, batch, rank: split_layer(model, batch, rank, right))
     assert found.outcome == "same", str(found)
