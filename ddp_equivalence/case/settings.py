@@ -32,7 +32,7 @@ class Settings:
     """A step may leave its process changed: its seed, environment, default dtype or threads."""
     second_look: bool = True
     """A case that hung, was aborted or differed is run once more, to find out more."""
-    trial_seconds: float = 10.0
+    trial_seconds: float = 8.0
     """The time for trying small edits of a step that differs without a known cause; 0: none."""
     must_run: tuple[str, ...] = ()
     """Lanes on which the run must compare something. With "nccl" or "nccl_shared", gloo on the CPU

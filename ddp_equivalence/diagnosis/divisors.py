@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from math import exp, isclose
+from math import exp, isclose, prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.case.batch_tree import leaves_of, name_of_leaf
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.example_gradients import LossAndGradient
+from ddp_equivalence.diagnosis.example_gradients import (
+    Divided,
+    LossAndGradient,
+    operations_of_the_loss,
+)
 from ddp_equivalence.diagnosis.lines.of_reduction import common_factor
-from ddp_equivalence.diagnosis.residual import FITTED, NEGLIGIBLE, nearly_equal, unexplained
-from ddp_equivalence.diagnosis.setting import all_divisors, all_weights
+from ddp_equivalence.diagnosis.lines.origins import divisor_text
+from ddp_equivalence.diagnosis.residual import (
+    FITTED,
+    NEGLIGIBLE,
+    fitted_mixture,
+    nearly_equal,
+    unexplained,
+)
+from ddp_equivalence.diagnosis.setting import all_divisors
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 EQUAL = 1e-3
@@ -50,7 +60,7 @@ class Divisors:
 def find_divisors(view: View) -> Divisors | None:
     """The divisors; None if they cannot be determined.
 
-    That is so if no count of the batch, used as weight, makes the mean of the shards the big batch.
+    That is so if no weights make the mean of the shards the big batch.
     """
     if view.parts.by_rank is None or view.world_size == 1:
         return None
@@ -59,11 +69,71 @@ def find_divisors(view: View) -> Divisors | None:
         ones = (1.0,) * view.world_size
         return Divisors("sum", "", ones, 1.0, _divisor(weights), _right_factors(ones, weights))
     shards = view.parts.examples_by_rank
-    for unit, counts in counts_that_fit(view, shards):
-        total = sum(counts)
-        right_factors = _right_factors([count / total for count in counts], weights)
-        return Divisors("mean", unit, tuple(counts), total, _divisor(weights), right_factors)
-    return None
+    found = what_it_divides_by(view, shards)
+    if found is None:
+        return None
+    total = sum(found.counts)
+    right_factors = _right_factors([count / total for count in found.counts], weights)
+    return Divisors("mean", found.unit, found.counts, total, _divisor(weights), right_factors)
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What the loss of the case divides by, in words, how much of it each part has, and the line
+    that divides, if it was seen.
+    """
+
+    unit: str
+    counts: tuple[float, ...]
+    line: CodeLine | None = None
+
+    @property
+    def is_count(self) -> bool:
+        return all(one == round(one) for one in self.counts)
+
+
+def what_it_divides_by(view: View, parts: Sequence[Indices]) -> Amounts | None:
+    """What the loss of the case divides by.
+
+    It is the number of examples, else what the loss was seen to divide by, else a count of the
+    batch, else what the gradients show, of which 1 is the amount of the whole batch. None if the
+    big batch is not the mean of the parts, each weighted by an amount of its own.
+    """
+    examples = tuple(float(len(part)) for part in parts)
+    if sum(examples) and is_weighted_mean(view, parts, examples):
+        return Amounts("examples", examples)
+    weights = weights_of_parts(view, parts)
+    read = None if weights is None else _read_from_the_loss(view, parts, weights)
+    if read is not None:
+        return read
+    unit, counts = next(counts_that_fit(view, parts), (OF_ITS_OWN, weights))
+    return None if counts is None else Amounts(unit, tuple(counts))
+
+
+def what_its_terms_divide_by(view: View, parts: Sequence[Indices]) -> list[Amounts]:
+    """What each term divides by, of those that depend on the examples, where the loss of the case
+    is a sum of terms; [] if it is none, or if a term is no mean over parts.
+    """
+    whole = view.examples.terms(tuple(range(view.setting.example_count)))
+    of_parts = [view.examples.terms(part) for part in parts] if whole else []
+    found = []
+    for number, right in enumerate(whole):
+        if any(len(terms) != len(whole) for terms in of_parts):
+            return []
+        gradients = torch.stack([terms[number] for terms in of_parts])
+        if nearly_equal(gradients, right.expand_as(gradients)):
+            continue
+        weights = _mean_with(gradients, right)
+        if weights is None:
+            return []
+        counts = [float(len(part)) for part in parts]
+        by_examples = torch.tensor(counts, dtype=right.dtype) @ gradients / sum(counts)
+        if nearly_equal(right, by_examples):
+            found.append(Amounts("examples", tuple(counts)))
+        else:
+            read = _read_from_the_loss(view, parts, weights)
+            found.append(read or Amounts(OF_ITS_OWN, tuple(weights)))
+    return found
 
 
 def counts_that_fit(view: View, parts: Sequence[Indices]) -> Iterator[tuple[str, list[float]]]:
@@ -89,11 +159,9 @@ def counts_of_parts(view: View, parts: Sequence[Indices]) -> Mapping[str, list[f
     setting = view.setting
     batches = [take(setting.batch, part, setting.case.batch_dims) for part in parts]
     counts_by_rank = [
-        {**all_divisors(batch, len(part)), **all_weights(batch)}
-        for batch, part in zip(batches, parts, strict=True)
+        all_divisors(batch, len(part)) for batch, part in zip(batches, parts, strict=True)
     ]
-    whole = setting.batch
-    for unit in (*all_divisors(whole, setting.example_count), *all_weights(whole)):
+    for unit in all_divisors(setting.batch, setting.example_count):
         candidates.setdefault(unit, [counts.get(unit, 0.0) for counts in counts_by_rank])
     loss = view.setting.case.loss
     if isinstance(loss, str):
@@ -175,11 +243,9 @@ def ratio_of_counts(view: View) -> list[WrongCount]:
     if factor is None or not _counts_matter(view):
         return []
     found: dict[float, WrongCount] = {}
-    whole = [tuple(range(view.setting.example_count))]
     wrong = list(_counts_of_the_whole(view))
-    for right_unit in right_units(view):
-        right = counts_of_parts(view, whole)[right_unit][0]
-        for count, unit, of_all in wrong if right == round(right) else ():
+    for right_unit, right in _right_totals(view):
+        for count, unit, of_all in wrong:
             if count != right and isclose(right / count, factor, rel_tol=NEGLIGIBLE):
                 held = factor * view.expected
                 one = WrongCount((count,), unit, right, right_unit, held, of_all)
@@ -187,14 +253,25 @@ def ratio_of_counts(view: View) -> list[WrongCount]:
     return list(found.values())
 
 
-def right_units(view: View) -> list[str]:
-    """What the loss of the big batch may divide by: a part of it shows which counts are right."""
+def _right_totals(view: View) -> Iterator[tuple[str, float]]:
+    """What the loss of the big batch may divide by, and how much of it there is: what it was seen
+    to divide by, and whole numbers that may be counted in the batch.
+    """
+    parts = _two_parts(view)
+    weights = weights_of_parts(view, parts) if parts else None
+    read = None if weights is None else _read_from_the_loss(view, parts, weights)
+    if read is not None:
+        yield read.unit, sum(read.counts)
+    for unit, counts in counts_that_fit(view, parts) if parts else ():
+        if sum(counts) == round(sum(counts)):
+            yield unit, sum(counts)
+
+
+def _two_parts(view: View) -> list[Indices]:
+    """Two parts of the big batch, which show which counts are right; [] if it cannot be cut."""
     count = view.setting.example_count
-    if count < 2:
-        return []
     cut = -(-count // 3)
-    parts = [tuple(range(cut)), tuple(range(cut, count))]
-    return [unit for unit, _ in counts_that_fit(view, parts)]
+    return [tuple(range(cut)), tuple(range(cut, count))] if count > 1 else []
 
 
 def _counts_matter(view: View) -> bool:
@@ -251,22 +328,27 @@ def counts_by_rank(view: View) -> list[WrongCount]:
     if weights is None or not nearly_equal(weights, weights[:1].expand_as(weights)):
         return []
     found: list[WrongCount] = []
-    right_ones = right_units(view)
-    choices = [
-        (unit + words, tuple(times * count for count in counts))
-        for words, times, parts in _parts_counted(view)
-        for unit, counts in counts_of_parts(view, parts).items()
-        if min(counts) > 0 and (words or unit not in right_ones)
-    ]
-    for right_unit in right_ones:
-        right = counts_of_parts(view, pieces)[right_unit]
-        for unit, counts in choices:
-            by_piece = [one for one, own in zip(counts, by_rank, strict=True) for _ in own]
-            wanted = [a / (size * m) for a, m in zip(right, by_piece, strict=True)]
-            if not _weigh_alike(weights[0], wanted) or _is_one_factor(right, wanted):
+    right = what_it_divides_by(view, pieces)
+    if right is None:
+        return []
+    of_rank = [rank for rank, parts in enumerate(by_rank) for _ in parts]
+    own = [0.0] * size
+    for rank, count in zip(of_rank, right.counts, strict=True):
+        own[rank] += count
+    for words, times, parts in _parts_counted(view):
+        for unit, counts in counts_of_parts(view, parts).items():
+            if min(counts) <= 0 or (not words and counts == own):
+                continue
+            wanted = [
+                count / (size * times * counts[rank])
+                for rank, count in zip(of_rank, right.counts, strict=True)
+            ]
+            if not _weigh_alike(weights[0], wanted) or _is_one_factor(right.counts, wanted):
                 continue
             held = torch.tensor(wanted, dtype=gradients.dtype) @ gradients
-            found.append(WrongCount(counts, unit, sum(right), right_unit, held))
+            by_times = tuple(times * count for count in counts)
+            total = sum(right.counts)
+            found.append(WrongCount(by_times, unit + words, total, right.unit, held))
     return found
 
 
@@ -280,96 +362,125 @@ def _is_one_factor(right: Sequence[float], wanted: Sequence[float]) -> bool:
     return max(factors) - min(factors) <= FITTED * max(factors)
 
 
-# The weights of classes that a loss divides by, as ``nn.CrossEntropyLoss(weight=...)`` does.
+# What the loss of the case was seen to divide by, and with which weights its parts make the whole.
 
-MOST_CLASSES = 12
-"""The gradient of every class is computed alone, so that more of them would take long."""
+SPARE = 3
+"""There must be so many more elements than parts, or weights would be found for any gradient."""
 
-MOST_SHOWN = 4
+A_COUNT = "a count of its own"
+OF_ITS_OWN = "counts that are not those of its examples"
 
-ONLY_ONE = 1e-6
-"""The weights are determined if the second smallest eigenvalue is at least this, relative to the
-largest: with the smallest one, rounding leaves about 1e-16."""
+OF_TARGETS = ("nll_loss_forward", "nll_loss2d_forward")
+"""Torch's operations of a cross-entropy, which return the loss and what it is divided by."""
 
 
-@dataclass(frozen=True)
-class ClassWeights:
-    """``name``: of the leaf of the batch that says each example's class. ``labels``: the class of
-    each example. ``weights``: of each class, the smallest being 1: no gradient shows their scale.
+def weights_of_parts(view: View, parts: Sequence[Indices]) -> list[float] | None:
+    """The weights with which the losses and the gradients of the parts make those of the big batch.
+
+    They add up to 1, so that each loss is a mean over a count of its own. That they fit is no
+    accident: every element of the gradient is an equation for them, and the losses are another one.
+    None if there are no such weights. A part without a loss of its own has the weight 0.
     """
-
-    name: str
-    labels: tuple[int, ...]
-    weights: dict[int, float]
-
-    def sum_of(self, examples: Indices) -> float:
-        """What the loss of these examples divides by."""
-        return sum(self.weights.get(self.labels[index], 0.0) for index in examples)
-
-    @property
-    def text(self) -> str:
-        """In words, with the classes in their order."""
-        shown = list(islice(self.weights.items(), MOST_SHOWN))
-        more = ", ..." if len(shown) < len(self.weights) else ""
-        classes = ", ".join(str(label) for label, _ in shown)
-        weights = " : ".join(text_of(weight, ".4g") for _, weight in shown)
-        return f"weights ({weights}{more}) of the classes {classes}{more} in {self.name}"
+    whole = view.examples.compute(tuple(range(view.setting.example_count)))
+    computed = [view.examples.compute(part) for part in parts]
+    known = [n for n, one in enumerate(computed) if bool(one.gradient.isfinite().all())]
+    if len(known) < 2:
+        return None
+    fitted = _mean_with(torch.stack([computed[n].gradient for n in known]), view.expected)
+    weights = dict(zip(known, fitted or (), strict=False))
+    loss = sum(weight * computed[n].loss for n, weight in weights.items())
+    if not weights or not isclose(loss, whole.loss, rel_tol=NEGLIGIBLE):
+        return None
+    return [weights.get(n, 0.0) for n in range(len(parts))]
 
 
-def class_weights(view: View, parts: Sequence[Indices]) -> ClassWeights | None:
-    """The weights with which the classes of the big batch, and its parts, make its gradient.
-
-    None if there are none, or they are not determined, or are no weights because they are negative.
-    That they fit is no accident: every element of the gradient is an equation for a few of them,
-    and that the parts are weighted by their sums is another one.
+def _mean_with(gradients: Tensor, mean: Tensor) -> list[float] | None:
+    """The weights, none of them negative, of which these gradients have this mean; None without
+    any, or if such weights would be found for anything.
     """
-    setting = view.setting
-    if setting.has_batch_norm or setting.batch_coupled or view.examples.draws_random_numbers:
-        return None  # then the gradient of a part is not what it is in the big batch
-    for name, labels in _labels(view):
-        weights = _solved(view, labels)
-        if weights is None:
-            continue
-        found = ClassWeights(name, labels, weights)
-        if is_weighted_mean(view, parts, [found.sum_of(part) for part in parts]):
-            return found
+    if len(gradients) + SPARE > len(mean):
+        return None
+    fitted = fitted_mixture(gradients, mean[None]).weights
+    if fitted is None or not nearly_equal(mean, fitted[0] @ gradients):
+        return None
+    weights: list[float] = fitted[0].tolist()
+    is_mean = isclose(sum(weights), 1, rel_tol=NEGLIGIBLE) and min(weights) > 0
+    return weights if is_mean else None
+
+
+def _read_from_the_loss(
+    view: View, parts: Sequence[Indices], weights: Sequence[float]
+) -> Amounts | None:
+    """What the loss of the case divides by, and how much of it each of these parts has; None if no
+    number by which it was seen to divide has these weights.
+    """
+    known = [n for n, weight in enumerate(weights) if weight]
+    whole = tuple(range(view.setting.example_count))
+    found = [_numbers_divided_by(view, part) for part in (*(parts[n] for n in known), whole)]
+    for place, (total, unit) in reversed([*found[-1].items()]):
+        counts = {n: one[place][0] for n, one in zip(known, found, strict=False) if place in one}
+        if len(counts) == len(known) and all(
+            isclose(count, weights[n] * total, rel_tol=NEGLIGIBLE) for n, count in counts.items()
+        ):
+            by_part = tuple(counts.get(n, 0.0) for n in range(len(parts)))
+            return Amounts(unit, by_part, place[0])
     return None
 
 
-def _labels(view: View) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The leaves that hold a whole number for each example, with some of them more than once."""
-    count = view.setting.example_count
-    for path, leaf in leaves_of(view.setting.batch):
-        if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex():
-            continue
-        if leaf.numel() != count or leaf.shape[:1] != (count,):
-            continue
-        labels = tuple(leaf.flatten().tolist())
-        if 1 < len(set(labels) - {PADDING}) <= min(MOST_CLASSES, count - 1):
-            yield name_of_leaf(path), labels
+def _numbers_divided_by(view: View, part: Indices) -> Divided:
+    """Where the loss of the case may divide when it computes this part. What stands for a place is
+    the same for other parts.
+    """
+    known = view.examples.divided_by
+    if part not in known:
+        runs = operations_of_the_loss(view.setting, [part], view.time)
+        known[part] = _divided_in(runs[0]) if runs else {}
+    return known[part]
 
 
-def _solved(view: View, labels: tuple[int, ...]) -> dict[int, float] | None:
-    """The weights for which the gradients of the classes, each a mean, make that of the batch."""
-    classes = sorted(set(labels) - {PADDING})
-    examples = [tuple(i for i, own in enumerate(labels) if own == label) for label in classes]
-    means = [view.examples.gradient(of_class) for of_class in examples]
-    if not all(bool(mean.isfinite().all()) for mean in means):
-        return None
-    away = [len(own) * (mean - view.expected) for own, mean in zip(examples, means, strict=True)]
-    inner = [[float(one @ other) for other in away] for one in away]
-    values, vectors = torch.linalg.eigh(torch.tensor(inner, dtype=torch.float64))
-    if float(values[1]) < ONLY_ONE * float(values[-1]):
-        return None
-    weights = vectors[:, 0] / vectors[:, 0].sum()
-    if float(weights.min()) <= 0:
-        return None
-    sums = [float(weight) * len(own) for weight, own in zip(weights, examples, strict=True)]
-    mixed = sum((one * mean for one, mean in zip(sums, means, strict=True)), start=means[0] * 0)
-    if not nearly_equal(view.expected, mixed / sum(sums)):
-        return None
-    least = float(weights.min())
-    return {label: float(one) / least for label, one in zip(classes, weights, strict=True)}
+def _divided_in(run: Operations) -> Divided:
+    found: dict[tuple[CodeLine | None, str, int], tuple[float, str]] = {}
+    times = Counter[tuple[CodeLine | None, str]]()
+    for one in run.operations:
+        place = one.line, one.name
+        times[place] += 1
+        number = None if one.in_backward else _number_divided_by(run, one)
+        if number is not None:
+            found[*place, times[place]] = number
+    return found
+
+
+def _number_divided_by(run: Operations, one: Operation) -> tuple[float, str] | None:
+    given = [None if value is None else run.values[value] for value in one.given]
+    returned = [run.values[value] for value in one.returned if value is not None]
+    if one.name in OF_TARGETS and len(returned) == 2:
+        number = float(returned[1].tensor)
+        return number, _targets_counted(given, number)
+    if one.name in ("div", "div_"):
+        divisors = [value for value in given[1:] if value is not None and prod(value.shape) == 1]
+        numbers = [float(value.tensor) for value in divisors]
+        number = next(iter((*numbers, *one.numbers)), 0.0)
+        return number, divisor_text(one.line) or A_COUNT
+    if one.name in ("mul", "mul_") and one.numbers and one.numbers[0]:
+        return 1 / one.numbers[0], A_COUNT
+    if given and given[0] is not None and returned and prod(returned[0].shape) == 1:
+        verb = "adds up" if one.name == "sum" else "takes the mean of"
+        return float(prod(given[0].shape)), f"the elements that it {verb}"
+    return None
+
+
+def _targets_counted(given: Sequence[Value | None], number: float) -> str:
+    """What a cross-entropy counts, in words. ``given``: outputs, targets, and weights of classes
+    if it has any. ``number``: what it counted.
+    """
+    if len(given) > 2:
+        return "the weights of the targets' classes"
+    if len(given) < 2 or given[1] is None:
+        return "the targets"
+    targets = given[1].tensor
+    values, times = targets.unique(return_counts=True)
+    ignored = values[times == targets.numel() - number]
+    return f"the targets that are not {int(ignored[0])}" if len(ignored) else "the targets"
 
 
 # Asks whether the loss of a batch is made of the losses of its parts, as a mean or a sum is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -25,7 +25,9 @@ from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.calls import CodeLine, Operations
 from ddp_equivalence.measurement.draws import Draw, DrawReplay
+from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.ranks.deadlines import threads_for
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 from ddp_equivalence.strategies.sharded_batch import Indices
@@ -35,16 +37,21 @@ from ddp_equivalence.strategies.sharded_batch import Indices
 class LossAndGradient:
     """The loss of some examples, and its gradient, shape (elements,).
 
-    ``drew``: the forward pass drew random numbers.
+    ``drew``: the forward pass drew random numbers. ``terms``: the loss is the sum of so many.
     """
 
     loss: float
     gradient: Tensor
     drew: bool = False
+    terms: int = 1
 
 
 GradientCache = dict[tuple[Indices, bytes], LossAndGradient]
 """(examples, state of torch's generator) -> the loss and gradient that were computed for them."""
+
+
+Divided = Mapping[tuple[CodeLine | None, str, int], tuple[float, str]]
+"""Where a loss may divide, as ``divisors`` knows it -> the number, and what it counts, in words."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class ExampleGradients:
     gradient that there is no time for raises OutOfTime.
     ``draws``: the random numbers that are drawn for every example, if they are given.
     ``adds_up``: the gradient of the big batch is then the sum of those of parts, not their mean.
+    ``divided_by``: examples -> the numbers by which their loss was seen to divide, if it was asked.
     """
 
     setting: Setting
@@ -66,6 +74,7 @@ class ExampleGradients:
     time: TimeLeft = field(default_factory=TimeLeft)
     draws: DrawTable | None = None
     adds_up: bool = False
+    divided_by: dict[Indices, Divided] = field(default_factory=dict)
 
     def gradient(self, examples: Indices) -> Tensor:
         """The gradient of these examples alone, shape (elements,); NaN if they have no loss."""
@@ -98,6 +107,20 @@ class ExampleGradients:
         """The gradient of the loss's terms that do not depend on the data; None if it has none."""
         gradient = self.gradient(())
         return gradient if bool(gradient.isfinite().all()) and bool(gradient.any()) else None
+
+    def terms(self, examples: Indices) -> list[Tensor]:
+        """The gradients of the terms that the loss of these examples is the sum of, each of shape
+        (elements,); [] if it has no terms, or too many.
+        """
+        found = []
+        for number in range(MOST_TERMS):
+            alone = self._computed(examples, Conditions(only_term=number))
+            if number >= alone.terms:
+                break
+            found.append(alone.gradient)
+        whole = self.gradient(examples)
+        is_sum = alone.terms == len(found) > 1 and nearly_equal(whole, torch.stack(found).sum(0))
+        return found if is_sum else []
 
     def compute(
         self,
@@ -161,7 +184,7 @@ class ExampleGradients:
         ):
             warnings.simplefilter("ignore")  # a single example may be too few for the loss
             try:
-                loss, gradients, drew = loss_and_gradient_of(
+                loss, gradients, drew, terms = loss_and_gradient_of(
                     setting.case,
                     take(setting.batch, examples, setting.case.batch_dims),
                     setting.earlier_batches,
@@ -172,7 +195,7 @@ class ExampleGradients:
             except BadCase:
                 return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))
         compared = {name: value for name, value in gradients.items() if name in sample.sizes}
-        return LossAndGradient(loss, setting.scale * sample.of(compared), drew)
+        return LossAndGradient(loss, setting.scale * sample.of(compared), drew, terms)
 
 
 OTHER_SEED = 7_919
@@ -187,13 +210,14 @@ class Conditions:
     ``other_numbers``: let all generators draw others than usual. ``buffers``: what the model's
     buffers hold before the last forward pass, if it is not what the earlier ones have left.
     ``draws``: the random numbers that everything draws; the loss and gradient are NaN if it draws
-    others.
+    others. ``only_term``: all other terms of the loss get no gradient.
     """
 
     generator: bytes = b""
     other_numbers: bool = False
     buffers: Mapping[str, Tensor] | None = None
     draws: tuple[Draw, ...] | None = None
+    only_term: int | None = None
 
 
 USUAL = Conditions()
@@ -212,18 +236,19 @@ def loss_and_gradient_of(
     training: Training | None = None,
     conditions: Conditions = USUAL,
     computed_in: torch.dtype | None = torch.float64,
-) -> tuple[float, dict[str, Tensor | None], bool]:
-    """The loss of ``batch`` alone, its gradient by parameter name, as float64 numbers, and whether
-    a forward pass drew numbers from a generator of torch, numpy or random.
+) -> tuple[float, dict[str, Tensor | None], bool, int]:
+    """The loss of ``batch`` alone, its gradient by parameter name, as float64 numbers, whether a
+    forward pass drew numbers from a generator of torch, numpy or random, and the number of the
+    loss's terms.
 
     The weights are those that ``training`` on the ``earlier_batches`` leaves. ``computed_in``: the
     dtype of model and batch; None for the case's. Raises BadCase as the reference does, for
     instance if the loss needs more examples.
     """
-    loss, left, drew = loss_of_the_case(case), len(earlier_batches), False
+    loss, left, drew, terms = loss_of_the_case(case), len(earlier_batches), False, 1
 
     def with_generators(model: nn.Module, batch: Any) -> Any:
-        nonlocal left, drew
+        nonlocal left, drew, terms
         if conditions.buffers and not left:
             _fill_buffers(model, conditions.buffers)
         left -= 1
@@ -238,6 +263,8 @@ def loss_and_gradient_of(
         before = _states_of_generators()
         value = loss(model, batch)
         drew |= before != _states_of_generators()
+        if conditions.only_term is not None and left < 0:
+            terms = _keep_term(value, conditions.only_term)
         return value
 
     batches = [in_dtype(one, computed_in) for one in (*earlier_batches, batch)]
@@ -249,9 +276,38 @@ def loss_and_gradient_of(
     of_last = {name: one for (step, name), one in gradients.items() if step == len(batches) - 1}
     if conditions.draws is not None and not replay.complete:
         missing = {name: torch.full_like(one, torch.nan) for name, one in model.named_parameters()}
-        return float("nan"), {**missing}, drew
+        return float("nan"), {**missing}, drew, terms
     doubles = {name: None if one is None else one.double() for name, one in of_last.items()}
-    return losses[-1], doubles, drew
+    return losses[-1], doubles, drew, terms
+
+
+MOST_TERMS = 5
+
+
+def _keep_term(loss: Tensor, number: int) -> int:
+    """Let only this one of the terms that a loss is the sum of have a gradient. Returns how many
+    terms there are.
+    """
+    waiting, terms = [loss.grad_fn] if loss.grad_fn else [], dict[Any, None]()
+    while waiting:
+        node = waiting.pop(0)
+        inputs = [one for one, _ in node.next_functions if one is not None]
+        is_multiple = len(inputs) == 1 and node.name().startswith(MULTIPLES)
+        if is_multiple or node.name().startswith(SUMS):
+            waiting += inputs
+        else:
+            terms[node] = None
+    for place, term in enumerate(terms):
+        if place != number:
+            term.register_prehook(
+                lambda given: tuple(one and torch.zeros_like(one) for one in given)
+            )
+    return len(terms)
+
+
+SUMS = ("AddBackward", "SubBackward")
+MULTIPLES = ("MulBackward", "DivBackward", "NegBackward")
+"""The operations that make a loss of its terms, as autograd names them."""
 
 
 def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -385,3 +441,53 @@ class ParameterElements:
         for name in names & self.places.keys():
             combined[..., self.places[name]] = inside[..., self.places[name]]
         return combined
+
+
+# Records the operations of the loss of the case, of the big batch and of parts of it.
+
+
+def operations_of_the_loss(
+    setting: Setting, parts: Sequence[Indices], time: TimeLeft
+) -> list[Operations] | None:
+    """The operations of the loss of the case, and of its backward pass, in float64, on each of
+    these parts of the big batch.
+
+    The last of several steps is recorded. None if a loss cannot be computed or is too long.
+    """
+    found = []
+    for part in parts:
+        with time.gradient(len(part)):
+            operations = _operations(setting, part)
+        if operations is None or not operations.complete:
+            return None
+        found.append(operations)
+    return found
+
+
+def _operations(setting: Setting, part: Indices) -> Operations | None:
+    loss = loss_of_the_case(setting.case)
+    batches = [
+        in_dtype(one, torch.float64)
+        for one in (*setting.earlier_batches, take(setting.batch, part, setting.case.batch_dims))
+    ]
+    log = OperationLog()
+    number = 0
+
+    def logged(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal number
+        number += 1
+        if number < len(batches):
+            value: Tensor = loss(model, batch)
+            return value
+        running.enter_context(log)
+        last: Tensor = loss(model, batch)
+        return last
+
+    with warnings.catch_warnings(), without_planted_faults(), ExitStack() as running:
+        warnings.simplefilter("ignore")
+        try:
+            model = build_model(setting.case).double()
+            train(setting.case, model, batches, "gradients", setting.training, logged)
+        except BadCase:
+            return None
+    return log.found({})

@@ -271,10 +271,6 @@ class PointedLine:
     begins_backward: bool = False
 
 
-SUMMED = ("len", "num", "count", "size", "weight")
-"""Whole numbers are summed only in leaves with one of these in their names: labels never are."""
-
-
 def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
     """Every count of this batch, by what is counted: "examples", "elements of targets", ..."""
     divisors: dict[str, float] = {"examples": examples}
@@ -295,25 +291,6 @@ def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
             # A loss on the next token predicts every token of a row except the first.
             divisors[f"{unit}, without the first of each row"] = int(is_counted[:, 1:].sum())
     return divisors
-
-
-def all_weights(batch: Any) -> Mapping[str, float]:
-    """Sums and counts of leaves that may hold weights, lengths, positives, or labels with padding.
-
-    There are many of them, so one should be believed only if it fits several parts of a batch.
-    """
-    weights: dict[str, float] = {}
-    for path, leaf in leaves_of(batch):
-        if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel():
-            continue
-        leaf, name = leaf.detach().to_dense(), name_of_leaf(path)
-        if not leaf.is_floating_point():
-            weights[f"elements of {name} above 0"] = int((leaf > 0).sum())
-            weights[f"elements of {name} that are not 0"] = int((leaf != 0).sum())
-        may_be_summed = leaf.is_floating_point() or any(word in name for word in SUMMED)
-        if may_be_summed and bool((leaf >= 0).all()):
-            weights[f"the sum of {name}"] = float(leaf.double().sum())
-    return weights
 
 
 def distinct_divisors(batch: Any, examples: int) -> Mapping[str, float]:

@@ -49,7 +49,7 @@ class TimeLeft:
         self._resumed: float | None = None
         self._longest: dict[int, float] = {}
         self._part = self._detail = ""
-        self._shown_at = 0.0
+        self._shown_at, self._ends = 0.0, self._allowed
         self._not_tried: dict[str, str] = {}
 
     @classmethod
@@ -73,10 +73,13 @@ class TimeLeft:
         self._not_tried[part] = detail or self._not_tried.get(part, "")
 
     @contextmanager
-    def counted(self, part: str) -> Iterator[None]:
-        """Count the time of the block, which computes this part. Blocks may be nested."""
-        outer = self._resumed, self._part
+    def counted(self, part: str, most: float = math.inf) -> Iterator[None]:
+        """Count the time of the block, which computes this part, in so many seconds at most.
+        Blocks may be nested.
+        """
+        outer = self._resumed, self._part, self._ends
         self._part, self._detail = part, ""
+        self._ends = min(self._allowed, self._spent_until_now() + most)
         if outer[0] is None:
             self._resumed = time.monotonic()
         try:
@@ -84,7 +87,7 @@ class TimeLeft:
         finally:
             if outer[0] is None:
                 self._spent, self._resumed = self._spent_until_now(), None
-            self._part, self._detail = outer[1], ""
+            (_, self._part, self._ends), self._detail = outer, ""
 
     @contextmanager
     def unless_out(self, part: str) -> Iterator[None]:
@@ -141,7 +144,7 @@ class TimeLeft:
         if spent < self._shown_at + SILENT_SECONDS:
             return
         self._shown_at = spent
-        most = f" of at most {self._allowed:.0f}" if math.isfinite(self._allowed) else ""
+        most = f" of at most {self._ends:.0f}" if math.isfinite(self._ends) else ""
         what = f"{self._part}, {detail}" if detail else self._part
         _showers[-1](f"explaining the difference: {what} ({spent:.0f}{most} s)")
 

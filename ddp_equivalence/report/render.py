@@ -272,7 +272,8 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
     if repaired[0].is_fault:
         edited = set(map(_place, repaired))
         others = [replace(one, is_fault=False) for one in by_mark if _place(one) not in edited]
-        return _apart([*repaired[: max(1, most - 1)], *others])[:most]
+        edited_first = [one for one in verdict.repairs.found if not one.is_broad]
+        return _apart([*repaired[: max(1, most - 1, len(edited_first))], *others])[:most]
     # The edits may leave out what is wrong elsewhere, so what was seen of a line is worth more.
     seen = set(map(_place, by_mark))
     only_edited = [one for one in repaired if _place(one) not in seen]

@@ -13,7 +13,7 @@ def test_tokens_are_counted_and_the_right_factor_makes_it_the_big_batch() -> Non
     verdict = check(Case(model="gru_tied", loss="token_mean", shards="uneven"), "ddp_mean")
     divisors = verdict.divisors
     assert divisors is not None
-    assert (divisors.kind, divisors.unit) == ("mean", "elements of targets that are not -100")
+    assert (divisors.kind, divisors.unit) == ("mean", "the targets that are not -100")
     assert divisors.big_batch == sum(divisors.counts)
     assert divisors.reduction == pytest.approx(2)
     # The world size times the rank's tokens over those of all ranks.

@@ -10,12 +10,12 @@ import torch
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.divisors import (
-    ClassWeights,
+    Amounts,
     WrongCount,
-    class_weights,
     counts_by_rank,
-    counts_that_fit,
     ratio_of_counts,
+    what_it_divides_by,
+    what_its_terms_divide_by,
 )
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import (
@@ -33,7 +33,12 @@ from ddp_equivalence.diagnosis.hypothesis import (
     micro_batches_of_a_rank,
     on_several_ranks,
 )
-from ddp_equivalence.diagnosis.lines.of_loss import last_backward, line_of_loss, losses_before
+from ddp_equivalence.diagnosis.lines.of_loss import (
+    last_backward,
+    line_of_loss,
+    line_that_multiplies_loss,
+    losses_before,
+)
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
     common_factor,
@@ -41,7 +46,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     line_of_reduction,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.lines.origins import divisors
+from ddp_equivalence.diagnosis.lines.origins import divisors, is_times_a_count
 from ddp_equivalence.diagnosis.lines.source import is_in_class, run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of
 from ddp_equivalence.diagnosis.means_of_parts import (
@@ -54,6 +59,7 @@ from ddp_equivalence.diagnosis.reduced import sum_is_right
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.whereabouts import MOST_LINES
 from ddp_equivalence.measurement.calls import Contents, Kind
 from ddp_equivalence.measurement.graph_watch import OwnBackward
 
@@ -151,18 +157,27 @@ def unit_of_means(view: View) -> str | None:
     None if nothing does; "" for a loss that is known to divide by counts of its own.
     Parts with weights of their own would fit many a loss that is no mean, or that is random.
     """
-    divisor = _divisor(view)
-    if divisor is not None:
-        return f"the loss divides by {divisor if isinstance(divisor, str) else divisor.text}"
+    divisors = _divisors(view)
+    each = " and by ".join(f"{one.unit} ({_by_part(view, one.counts)})" for one in divisors)
+    if divisors:
+        terms = f" has {len(divisors)} terms, which divide" if len(divisors) > 1 else " divides"
+        return f"the loss{terms} by {each}"
     # A loss of the catalogue is a mean over its own counts, of one term or of several.
     return "" if isinstance(view.setting.case.loss, str) else None
 
 
-def _divisor(view: View) -> str | ClassWeights | None:
-    """The unit of the count, or the weights of classes, by which the loss divides, if known."""
+def _divisors(view: View) -> list[Amounts]:
+    """What the loss, or each of its terms, divides by; [] if it is no mean of its parts."""
     parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
-    unit = next((unit for unit, _ in counts_that_fit(view, parts)), None)
-    return class_weights(view, parts) if unit is None else unit
+    divisor = what_it_divides_by(view, parts)
+    return [divisor] if divisor is not None else what_its_terms_divide_by(view, parts)
+
+
+def _by_part(view: View, counts: Sequence[float]) -> str:
+    """How much each rank, or each of its micro-batches, has of what the loss divides by."""
+    shown = ", ".join(text_of(one, ".4g") for one in counts[:MOST_COUNTS])
+    more = ", ..." if counts[MOST_COUNTS:] else ""
+    return f"by {'micro-batch' if _of_micro_batches(view) else 'rank'}: {shown}{more}"
 
 
 def _of_micro_batches(view: View) -> bool:
@@ -174,18 +189,24 @@ def _of_micro_batches(view: View) -> bool:
 def _lines_of_counts(view: View) -> Sequence[PointedLine]:
     whose = "count of one micro-batch" if _of_micro_batches(view) else "rank's own count"
     lines = _lines_of_means(view, f"divides by the {whose}")
-    return lines if view.world_size > 1 else [one for one in lines if one.is_fault]
+    ran = {line for of_rank in view.observed.lines_run.values() for line in of_rank}
+    seen = [
+        PointedLine(one.line, f"divides here ({_by_part(view, one.counts)})")
+        for one in _divisors(view)
+        if one.line in ran and one.line not in {shown.line for shown in lines}
+    ]
+    return [*seen, *(one for one in lines if view.world_size > 1 or one.is_fault)][:MOST_LINES]
 
 
 def mend_counts(view: View) -> str:
     """Divide by the count of all ranks."""
-    count, unit = view.world_size, "count"
-    if isinstance(_divisor(view), ClassWeights):
-        unit = "sum of the weights"
+    count, divisors = view.world_size, _divisors(view)
+    unit = "count" if all(one.is_count for one in divisors) else "sum of the weights"
     if count == 1:
         return f"divide each micro-batch's summed loss by the {unit} of the whole window."
     window = "the whole window on " if _of_micro_batches(view) else ""
-    summed = f"divide the summed loss by the {unit} of {window}all ranks"
+    what = "each term's sum by its" if len(divisors) > 1 else "the summed loss by the"
+    summed = f"divide {what} {unit} of {window}all ranks"
     return _divided_by_all(view, summed, f"{count} (world size)")
 
 
@@ -236,15 +257,14 @@ def _examples_of_nodes(view: View) -> list[tuple[int, ...]]:
     ]
 
 
-def _amounts(view: View) -> tuple[str, list[float]] | None:
+def _amounts(view: View) -> Amounts | None:
     """How much each node holds of what the big batch divides by, in which unit.
 
     None if all nodes hold equally much of it, or if it is not known.
     """
     parts = _examples_of_nodes(view)
-    for unit, counts in counts_that_fit(view, parts):
-        return (unit, counts) if max(counts) > min(counts) else None
-    return None
+    found = what_it_divides_by(view, parts)
+    return None if found is None or max(found.counts) == min(found.counts) else found
 
 
 def _ratios(view: View) -> list[WrongCount]:
@@ -363,7 +383,13 @@ def _every_normaliser(view: View) -> Sequence[WrongFactor]:
 
 
 def _no_sum_of_losses(view: View) -> Indication | None:
-    """Compares the losses at which backward began with the means over the examples read."""
+    """Compares the losses at which backward began with the means over the examples read, and looks
+    for a line that multiplies a loss by a number that nobody counted.
+    """
+    common, run = common_loss_factor(view), run_lines(view)
+    scaled = line_that_multiplies_loss(view, common) if common is not None else None
+    if scaled is not None and not is_times_a_count(run, scaled.line):
+        return Indication(False, f"line {scaled.line.number} multiplies the loss by this number")
     pairs = losses_of_backwards(view)
     ratios = [value / own for value, own in pairs or () if own]
     if ratios and all(losses_close(ratio, 1.0) for ratio in ratios):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.causes.losses import is_mean_over_examples
-from ddp_equivalence.diagnosis.divisors import why_not_additive
+from ddp_equivalence.diagnosis.divisors import weights_of_parts, why_not_additive
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
@@ -96,7 +96,8 @@ def _compares_examples(view: View) -> bool:
     """True if the loss is known to compare examples, or if single examples have no gradient."""
     if view.setting.batch_coupled:
         return True
-    if is_mean_over_examples(view):
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    if is_mean_over_examples(view) or weights_of_parts(view, parts) is not None:
         return False
     tried = range(min(view.setting.example_count, EXAMPLES_TRIED))
     norms = [float(view.examples.gradient((index,)).nan_to_num(0.0).norm()) for index in tried]

@@ -284,7 +284,8 @@ NOT_UNSCALED = Hypothesis(
     multiples=_every_scale,
     indication=_losses_scaled,
     lines=_lines_of_scale,
-    mend="divide the gradients once (scaler.unscale_) by what the loss was multiplied by.",
+    mend="divide the gradients once by what the loss was multiplied by (scaler.unscale_), or leave "
+    "this factor out.",
     of_a_number=True,
 )
 

@@ -68,10 +68,12 @@ def line_of_loss(
     return _pointed(backward, note, is_fault, missing)
 
 
-def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
-    """The line that multiplies the loss by this number; None if none was seen."""
+def line_that_multiplies_loss(view: View, factor: float) -> PointedLine | None:
+    """The line that multiplies or divides one loss to another, so many times as large; None if none
+    was seen, or if the number is 1.
+    """
     backward = last_backward(view)
-    if backward is None:
+    if backward is None or losses_close(factor, 1.0):
         return None
     losses = losses_before(view, backward)
     made = [loss for loss in losses if loss.what.startswith(SCALING)]
@@ -79,7 +81,14 @@ def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
         for loss in losses[: losses.index(scaled)] if scaled is not backward else losses:
             if _is_multiple(scaled.value, loss.value, factor):
                 return _pointed(scaled, scaling_text("the loss", factor), True)
-    common = common_loss_factor(view)
+    return None
+
+
+def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
+    """The line that multiplies the loss by this number; None if none was seen."""
+    found, common = line_that_multiplies_loss(view, factor), common_loss_factor(view)
+    if found is not None or last_backward(view) is None:
+        return found
     if common is not None and losses_close(common, factor) and not losses_close(factor, 1.0):
         return line_of_loss(
             view, f"here the loss is {text_of(factor, '.4g')} times that of its rows", True

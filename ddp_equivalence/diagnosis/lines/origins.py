@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from ddp_equivalence.diagnosis.lines.source import (
     arguments_of,
     called_name,
     classes_in,
+    default_of,
     functions_named,
     holds,
     inside,
@@ -139,10 +140,19 @@ def _is_set(target: ast.expr, name: str) -> bool:
     return isinstance(target, ast.Name) and target.id == name
 
 
-def _matching(target: ast.expr, value: ast.expr, name: str) -> ast.expr:
+def _is_attribute(target: ast.expr, name: str) -> bool:
+    """True if a target is an attribute of this name, or one of several with it."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return any(_is_attribute(one, name) for one in target.elts)
+    return isinstance(target, ast.Attribute) and target.attr == name
+
+
+def _matching(
+    target: ast.expr, value: ast.expr, name: str, is_set: Callable[[ast.expr, str], bool]
+) -> ast.expr:
     """The part of a value that a name gets, where several names get one each."""
     for number, one in enumerate(target.elts if isinstance(target, ast.Tuple) else ()):
-        if _is_set(one, name) and isinstance(value, ast.Tuple) and number < len(value.elts):
+        if is_set(one, name) and isinstance(value, ast.Tuple) and number < len(value.elts):
             return value.elts[number]
     return value
 
@@ -236,7 +246,8 @@ class Origins:
         for node in nodes:
             for target, value in settings(node):
                 if _is_set(target, name):
-                    yield from self._ran(place.file, _matching(target, value, name), name)
+                    given = _matching(target, value, name, _is_set)
+                    yield from self._ran(place.file, given, name)
 
     def _given(self, place: SourceLine, function: Function, name: str) -> Iterator[Origin]:
         called = _name_in_calls(place.file, function)
@@ -252,13 +263,15 @@ class Origins:
             value = argument_given(one.expression, names, name, called != function.name)
             if value is not None:
                 yield replace(one, expression=value)
+            elif (default := default_of(function, name)) is not None and not _is_open(one):
+                yield Origin(SourceLine(place.file, function, function, ()), default, name)
 
     def _attribute_in(self, file: str, name: str) -> Iterator[Origin]:
         for node in nodes_in(file):
             for target, value in settings(node):
-                parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-                if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
-                    yield from self._ran(file, value, name)
+                if _is_attribute(target, name):
+                    given = _matching(target, value, name, _is_attribute)
+                    yield from self._ran(file, given, name)
         for owner in classes_in(file):
             yield from self._field_of(file, owner, name)
 
@@ -359,6 +372,13 @@ def argument_given(
     bound = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
     at = names.index(name) - (1 if bound or constructs else 0)
     return call.args[at] if 0 <= at < len(call.args) else None
+
+
+def _is_open(call: Origin) -> bool:
+    """True if a call gives arguments from a list or a dictionary, which its line does not name."""
+    assert isinstance(call.expression, ast.Call)
+    starred = any(isinstance(one, ast.Starred) for one in call.expression.args)
+    return starred or any(keyword.arg is None for keyword in call.expression.keywords)
 
 
 def _parts(expression: ast.expr) -> Iterator[ast.expr]:
@@ -616,6 +636,37 @@ def divisors(run: RunLines, line: CodeLine) -> list[Origin]:
         number = expression.right if isinstance(expression, ast.BinOp) else expression
         return made_of(run, Origin(place, number)) if place is not None else []
     return []
+
+
+COUNTING = frozenset({"len", "numel", "nelement", "size", "shape", "sum", "count_nonzero", "ndim"})
+
+
+def is_times_a_count(run: RunLines, line: CodeLine) -> bool:
+    """True if a line multiplies by what was counted, and not only by numbers that were written."""
+    place = place_at(line)
+    products = [
+        side
+        for node in (place.nodes if place is not None else ())
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div))
+        for side in (node.left, node.right)
+    ]
+    sources = [one.expression for one in divisors(run, line)]
+    parts = [part for one in (*products, *sources) for part in ast.walk(one)]
+    return any(last_name(one) in COUNTING for one in parts if isinstance(one, NAMING))
+
+
+NAMING = (ast.Name, ast.Attribute)
+
+
+def divisor_text(line: CodeLine | None) -> str:
+    """What this line divides by, as it is written; "" if it divides by several things or none."""
+    place = None if line is None else place_at(line)
+    texts = {
+        ast.unparse(node.right)
+        for node in (place.nodes if place is not None else ())
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    }
+    return texts.pop() if len(texts) == 1 else ""
 
 
 def divided_by_in(begins: CodeLine) -> list[str]:

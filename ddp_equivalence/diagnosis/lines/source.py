@@ -206,6 +206,16 @@ def arguments_of(function: Function, keyword_only: bool = True) -> list[str]:
     return [one.arg for one in (*of.posonlyargs, *of.args, *more)]
 
 
+def default_of(function: Function, name: str) -> ast.expr | None:
+    """What an argument is without being given; None if it has to be given."""
+    of = function.args
+    listed = [*of.posonlyargs, *of.args]
+    with_default = listed[len(listed) - len(of.defaults) :]
+    given = dict(zip((one.arg for one in with_default), of.defaults, strict=True))
+    of_keywords = zip((one.arg for one in of.kwonlyargs), of.kw_defaults, strict=True)
+    return (given | dict(of_keywords)).get(name)
+
+
 @dataclass(frozen=True)
 class RunLines:
     """``times``: each line that has run -> how often it began, in all steps. ``last``: -> a number

@@ -56,9 +56,9 @@ the largest element."""
 TIMES_IN_A_PROCESS = 6.0
 """A process spends so many times the seconds of one check on trials, however many checks differ."""
 
-PART_TO_VERIFY = 0.5
-"""So much more, as a part of the seconds of trials, may be spent on whether right edits leave the
-big batch as it is."""
+PART_TO_VERIFY = 0.3
+"""This part of the seconds is kept for whether right edits leave the big batch as it is, and are
+right in another case."""
 
 NOTHING_TO_EDIT = "no edit of a line that was seen to run could be made within the time"
 
@@ -93,7 +93,7 @@ def find_repairs(
         return Repairs()
     began = monotonic()
     try:
-        with time.counted(EDITS):
+        with time.counted(EDITS, seconds):
             return unless_it_fails(
                 lambda: _found(request, expected, pointed(), seconds, time.show),
                 lambda why: Repairs(why_not=why),
@@ -116,21 +116,26 @@ def _found(
     expected.batches()  # raises BadCase for a batch that is another one at each call
     of_the_case = lines_of_the_big_batch(request)
     edits: list[Edit] = []
+    until = monotonic() + seconds
 
     def propose(seen: LocalsSeen) -> list[EditedCode]:
         edits.extend(in_order(of_the_case, seen, pointed))
         return [edit.code for edit in edits]
 
     tried = try_edits(
-        request, expected, propose, lambda n: not edits[n].mistake.is_broad, seconds, show
+        request,
+        expected,
+        propose,
+        lambda n: not edits[n].mistake.is_broad,
+        (1 - PART_TO_VERIFY) * seconds,
+        show,
     )
-    until = monotonic() + PART_TO_VERIFY * seconds
     right: list[Edit] = []
     for edit in sorted((edits[n] for n in tried.right), key=lambda one: one.mistake.is_broad):
         in_time = not right or monotonic() <= until
         if in_time and leaves_the_big_batch(request, expected, edit):
             right.append(edit)
-    right = in_general(request, expected, right, monotonic() + seconds)
+    right = in_general(request, expected, right, until)
     why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
     return Repairs(_repairs_of(right), len(right), tried.count, tried.of, why_not)
 
@@ -285,7 +290,7 @@ class Repairs:
 def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
     """The lines that were edited, for a report; the first is the most likely one."""
     for number, one in enumerate(repairs.found):
-        note = f"tried: all gradients right {one.text}"
+        note = f"tried {one.text}: all gradients are right"
         yield PointedLine(one.line, note, is_fault=number == 0 and not one.is_broad)
 
 

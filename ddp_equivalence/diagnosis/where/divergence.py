@@ -412,10 +412,22 @@ class _Search:
     def lasting(self) -> Iterator[int]:
         """The divergences outside of backward passes after which not all is right again."""
         for number, operation in enumerate(self._operations):
-            if not operation.in_backward and self._diverges(number):
-                after = [self._logs.result(one) for one in self._readers(number)]
-                if not after or any(result not in RELATED for result in after):
-                    yield number
+            if not operation.in_backward and self._diverges(number) and self._lasts(number):
+                yield number
+
+    def _lasts(self, number: int) -> bool:
+        """True if not all that is made of the result is right again. Whole numbers, such as places
+        in a part, are other ones on ranks that number their own part: what is computed with them
+        decides.
+        """
+        readers = list(self._readers(number))
+        if not self._logs.makes_whole_numbers(number):
+            return not readers or any(self._logs.result(one) not in RELATED for one in readers)
+        return not readers or any(
+            self._logs.result(one, first=True) not in RELATED
+            and (not self._logs.makes_whole_numbers(one) or self._lasts(one))
+            for one in readers
+        )
 
     def read_by_python(self) -> Iterator[int]:
         """The divergences whose results are sent to other ranks or read into numbers of Python."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.batch import take
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.divisors import what_it_divides_by
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
 from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.setting import PointedLine, all_divisors
+from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.where.gradient_path import (
     lines_of_the_loss,
     lines_only_on,
@@ -48,22 +48,10 @@ def _right_weights(
     """The divisor of the big batch: its unit, how much of it each piece has, and how much there
     is. None if no count of the batch makes it a weighted mean of the pieces.
     """
-    setting = pieces.view.setting
-    counts: dict[str, list[float]] = {}
-    for one in compared:
-        rows = one.piece.rows or ()
-        batch = take(setting.batch, rows, setting.case.batch_dims)
-        divisors: Mapping[str, float] = all_divisors(batch, len(rows))
-        for unit, count in divisors.items():
-            counts.setdefault(unit, []).append(count)
+    found = what_it_divides_by(pieces.view, [one.piece.rows or () for one in compared])
+    if found is not None:
+        return found.unit, found.counts, sum(found.counts)
     gradients = torch.stack([one.gradient_alone for one in compared])
-    for unit, of_pieces in counts.items():
-        total = sum(of_pieces)
-        if len(of_pieces) != len(compared) or not total:
-            continue
-        weights = torch.tensor(of_pieces, dtype=torch.float64) / total
-        if unexplained(pieces.view.expected, weights @ gradients) <= pieces.tolerance:
-            return unit, tuple(of_pieces), total
     if unexplained(pieces.view.expected, gradients.sum(0)) <= pieces.tolerance:
         return "", (1.0,) * len(compared), 1.0
     return None

@@ -16,11 +16,12 @@ import torch
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import tensors_of
+from ddp_equivalence.diagnosis.divisors import OF_TARGETS
+from ddp_equivalence.diagnosis.example_gradients import operations_of_the_loss
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, cuts_of, not_meant
 from ddp_equivalence.diagnosis.where.loss import behind, losses_of
-from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
 from ddp_equivalence.diagnosis.where.relations import ROUNDING, Known, KnownValues, Rows, agree
 from ddp_equivalence.diagnosis.where.two_logs import PACKING, partners
 from ddp_equivalence.measurement.calls import CodeLine, Operation, Operations, Value
@@ -334,18 +335,20 @@ def _has_read(view: View, step: Operations, parts: Sequence[Indices]) -> bool:
 
 def _counts(recorded: Sequence[Operations]) -> set[float]:
     """The numbers that the loss of the case may divide a sum by: the whole numbers that it counts,
-    and how many rows or elements it makes a single number of.
+    how many rows or elements it makes a single number of, and the weights of a cross-entropy.
     """
-    found: set[float] = set()
+    found, weights = set[float](), set[float]()
     for one in recorded:
         for operation in one.operations:
             returned = [one.values[number] for number in operation.returned if number is not None]
             singles = [value for value in returned if len(value.elements) == BYTES]
             found.update(float(value.tensor) for value in singles)
+            if operation.name in OF_TARGETS:
+                weights.update(float(value.tensor) for value in singles[1:])
             shapes = [one.values[number].shape for number in operation.given if number is not None]
             for shape in filter(None, shapes if singles else ()):
                 found |= {float(shape[0]), float(math.prod(shape))}
-    return {one for one in found if one > 1 and one.is_integer()}
+    return {one for one in found if one > 1 and one.is_integer()} | (weights - {0.0})
 
 
 def _is_new(operation: Operation) -> bool:
@@ -522,16 +525,18 @@ class _Search:
                 yield operation.line
 
     def _in_loss(self, operation: Operation, value: Value) -> Value | None:
-        """The result of the only operation of the loss with this name and shape that the step has
-        not got.
+        """The same result, with the same shape, of the only operation of the loss with this name
+        that the step has not got.
         """
-        own = set(self._step.values)
+        own, values = set(self._step.values), self._step.values
+        is_it = (one is not None and values[one] == value for one in operation.returned)
+        place = next((number for number, same in enumerate(is_it) if same), 0)
         found = {
             recorded.values[number]
             for recorded in self._recorded
             for one in recorded.operations
             if one.name == operation.name and one.in_backward == operation.in_backward
-            for number in one.returned
+            for number in one.returned[place : place + 1]
             if number is not None and recorded.values[number].shape == value.shape
         } - own
         return found.pop() if len(found) == 1 else None

@@ -73,9 +73,17 @@ class TwoLogs:
         """The operations that read what this one wrote."""
         return self._readers.get(number, ())
 
-    def result(self, number: int) -> Relation:
-        """How the results of the operation on all ranks are related to that on one rank."""
-        each = [self._of_result(number, place) for place in self._places(number)]
+    def makes_whole_numbers(self, number: int) -> bool:
+        """True if the first result of the operation is of whole numbers or flags."""
+        first = next(iter(self.alone.operations[number].returned), None)
+        return first is not None and not self.alone.values[first].is_floating_point
+
+    def result(self, number: int, *, first: bool = False) -> Relation:
+        """How the results of the operation on all ranks, or the first of them, are related to that
+        on one rank.
+        """
+        places = self._places(number)[:1] if first else self._places(number)
+        each = [self._of_result(number, place) for place in places]
         if "other" in each:
             return "other"
         return "unknown" if not each or "unknown" in each else each[0]

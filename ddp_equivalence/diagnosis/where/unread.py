@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_tree import leaves_of, name_of_leaf
+from ddp_equivalence.diagnosis.example_gradients import operations_of_the_loss
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.loss import behind
-from ddp_equivalence.diagnosis.where.pieces import operations_of_the_loss
 from ddp_equivalence.diagnosis.where.relations import KnownValues
 from ddp_equivalence.measurement.calls import CodeLine, Operations, Value
 

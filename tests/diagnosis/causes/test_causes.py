@@ -626,7 +626,7 @@ def test_the_numbers_of_a_clipping_and_of_a_window_are_told() -> None:
     ("case", "of_case", "fix"),
     [
         (case_of(loss=of_labels, batch=with_few_labels), of_labels, "divide the summed loss by"),
-        (case_of(loss=mean_of_valid), mean_of_valid, "another gradient, too: check again"),
+        (case_of(loss=root), root, "another gradient, too: check again"),
         (CASE, loss, "do not multiply the loss by 4: DDP averages over the 4 ranks by itself."),
     ],
 )

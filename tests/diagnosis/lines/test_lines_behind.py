@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.diagnosis.lines.origins import gone_through, lines_behind
+from ddp_equivalence.diagnosis.lines.origins import divisors, gone_through, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines
 from ddp_equivalence.measurement.calls import CodeLine
 
@@ -71,6 +71,18 @@ class Scaler:
         return gradient / self.scale
 
 
+class Window:
+    def __init__(self, model, size, every=4):
+        self.model, self.every = model, every
+
+    def part(self):
+        return 1 / self.every
+
+
+def windowed(model):
+    return Window(model, 3).part()
+
+
 def cross_entropy(output, batch):
     return F.cross_entropy(output, targets(batch))
 """
@@ -122,6 +134,18 @@ def test_the_nearest_lines_behind_come_first(
     number = number_of(line)
     found = lines_behind(run, CodeLine(file, number, function_at(number)), most=2)
     assert [LINES[one.line.number - 1].strip() for one in found] == behind
+
+
+def test_a_divisor_may_come_from_one_of_several_attributes_and_from_a_default(
+    ran: tuple[str, RunLines],
+) -> None:
+    file, run = ran
+    line = CodeLine(file, number_of("return 1 / self.every"), "part")
+    found = [(LINES[one.line.number - 1].strip(), one.gives) for one in divisors(run, line)]
+    assert found == [
+        ("self.model, self.every = model, every", "sets every"),
+        ("def __init__(self, model, size, every=4):", "sets every"),
+    ]
 
 
 def test_a_note_says_which_line_reads_what(ran: tuple[str, RunLines]) -> None:

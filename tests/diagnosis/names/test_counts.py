@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ddp_equivalence import check
 from tests.combinations import each_once
-from tests.diagnosis.names.small_case import Loss, by_hand, case, report_of, under_ddp
+from tests.diagnosis.names.small_case import Loss, average, by_hand, case, report_of, under_ddp
 from tests.package.own_cases import EXAMPLES, make_batch
 
 pytestmark = pytest.mark.self_check
@@ -67,7 +67,7 @@ def mean_of_positives(model: nn.Module, batch: Any) -> Any:
 
 
 def weighted_cross_entropy(model: nn.Module, batch: Any) -> Any:
-    weight = torch.tensor([1.0, 5.0, 25.0], dtype=batch["rows"].dtype) / 3
+    weight = torch.tensor([1.0, 5.0, 24.0], dtype=batch["rows"].dtype) / 3
     return F.cross_entropy(model(batch["rows"]), batch["classes"], weight=weight)
 
 
@@ -78,16 +78,71 @@ def weighted_by_place(model: nn.Module, batch: Any) -> Any:
     return (errors * weight).sum() / weight.sum()
 
 
+def with_zeros(generator: torch.Generator) -> dict[str, Tensor]:
+    return with_labels(generator, 0)
+
+
+def next_token_mean(model: nn.Module, batch: Any) -> Any:
+    """As language models have it: the target of a token is the next one of its row."""
+    outputs, targets = model(batch["rows"])[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=0)
+
+
+def next_token_nll(model: nn.Module, batch: Any) -> Any:
+    outputs, targets = model(batch["rows"])[:, :-1].log_softmax(-1), batch["labels"][:, 1:]
+    return F.nll_loss(outputs.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def masked_tokens(model: nn.Module, batch: Any) -> Any:
+    targets = batch["labels"][:, 1:]
+    keep = (targets != 0).to(batch["rows"].dtype)
+    outputs = model(batch["rows"])[:, :-1].transpose(1, 2)
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return (losses * keep).sum() / keep.sum()
+
+
+def selected_tokens(model: nn.Module, batch: Any) -> Any:
+    keep = batch["labels"][:, 1:] != 0
+    outputs = model(batch["rows"])[:, :-1][keep]
+    return F.cross_entropy(outputs, batch["labels"][:, 1:][keep])
+
+
+def mean_of_selected(model: nn.Module, batch: Any) -> Any:
+    keep = batch["labels"][:, 1:] != 0
+    return model(batch["rows"])[:, :-1][keep].square().mean()
+
+
+def smoothed_tokens(model: nn.Module, batch: Any) -> Any:
+    outputs, targets = model(batch["rows"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(outputs, targets, label_smoothing=0.1, ignore_index=0)
+
+
+def weighted_and_smoothed(model: nn.Module, batch: Any) -> Any:
+    weight = torch.tensor([1.0, 5.0, 24.0], dtype=batch["rows"].dtype) / 3
+    outputs = model(batch["rows"])
+    return F.cross_entropy(outputs, batch["classes"], weight=weight, label_smoothing=0.1)
+
+
+def times_one_over_a_count(model: nn.Module, batch: Any) -> Any:
+    """Its divisor is a number of Python."""
+    count = int((batch["labels"][:, :2] == 1).sum())
+    return model(batch["rows"])[:, :2][batch["labels"][:, :2] == 1].square().sum() * (1 / count)
+
+
 COUNTED: list[tuple[Any, Loss, str]] = [
-    (padded, token_mean, "elements of labels that are not -100"),
+    (padded, token_mean, "the targets that are not -100"),
     (without_tokens_in_the_second_half, safe_token_mean, "elements of labels that are not -100"),
-    (with_weights, weighted_mean, "the sum of weight"),
-    (with_classes, mean_of_positives, "elements of classes above 0"),
-    (
-        with_classes,
-        weighted_cross_entropy,
-        "weights (1 : 5 : 25) of the classes 0, 1, 2 in classes",
-    ),
+    (with_weights, weighted_mean, "batch['weight'].sum()"),
+    (with_classes, mean_of_positives, "positive.sum()"),
+    (with_classes, weighted_cross_entropy, "the weights of the targets' classes"),
+    (with_zeros, next_token_mean, "the targets that are not 0"),
+    (with_zeros, next_token_nll, "the targets that are not 0"),
+    (with_zeros, masked_tokens, "keep.sum()"),
+    (with_zeros, selected_tokens, "the targets"),
+    (with_zeros, mean_of_selected, "the elements that it takes the mean of"),
+    (with_zeros, smoothed_tokens, "a count of its own"),
+    (with_classes, weighted_and_smoothed, "a count of its own"),
+    (with_zeros, times_one_over_a_count, "a count of its own"),
 ]
 
 
@@ -103,6 +158,81 @@ def test_the_count_that_a_loss_divides_by_is_named(
     verdict = check(case(layout, batch=batch, loss=loss), reduced(loss))
     assert verdict.causes == ("token_counts_weighted_equally",), verdict
     assert f"the loss divides by {unit}" in report_of(verdict)
+
+
+def two_terms(model: nn.Module, batch: Any) -> Any:
+    return next_token_mean(model, batch) + 0.5 * mean_of_first(model, batch)
+
+
+def mean_of_first(model: nn.Module, batch: Any) -> Any:
+    first = batch["labels"][:, 1] != 0
+    return F.mse_loss(model(batch["rows"])[first, 0, 0], batch["rows"][first, 0, 0])
+
+
+def difference_of_terms(model: nn.Module, batch: Any) -> Any:
+    return next_token_mean(model, batch) - mean_of_first(model, batch) / 4
+
+
+def with_a_mean_over_examples(model: nn.Module, batch: Any) -> Any:
+    return next_token_nll(model, batch) + model(batch["rows"]).square().mean()
+
+
+def with_weight_decay(model: nn.Module, batch: Any) -> Any:
+    decay = sum(one.square().sum() for one in model.parameters())
+    return masked_tokens(model, batch) + 0.01 * decay
+
+
+def mean_of_three(model: nn.Module, batch: Any) -> Any:
+    losses = [next_token_mean(model, batch), mean_of_first(model, batch)]
+    return sum([*losses, model(batch["rows"]).abs().mean()]) / 3
+
+
+def with_a_spread(model: nn.Module, batch: Any) -> Any:
+    """One term is no mean over examples."""
+    return next_token_mean(model, batch) + model(batch["rows"])[:, 0].std(0).mean()
+
+
+TOKENS_ALONE, FIRST = (
+    "the targets that are not 0 (by rank: ",
+    "the elements that it takes the mean of",
+)
+IN_TERMS: list[tuple[Loss, tuple[str, ...]]] = [
+    (two_terms, ("2 terms", TOKENS_ALONE, FIRST)),
+    (difference_of_terms, ("2 terms", TOKENS_ALONE, FIRST)),
+    (with_a_mean_over_examples, ("2 terms", TOKENS_ALONE, "by examples (by rank: 6, 6)")),
+    (with_weight_decay, ("the loss divides by keep.sum() (by rank: ",)),
+    (mean_of_three, ("3 terms", TOKENS_ALONE, FIRST, "by examples (by rank: 6, 6)")),
+]
+
+
+@pytest.mark.parametrize(("loss", "texts"), IN_TERMS)
+def test_every_term_of_a_loss_has_its_own_count(loss: Loss, texts: tuple[str, ...]) -> None:
+    verdict = check(case(batch=with_zeros, loss=loss), under_ddp(loss))
+    assert verdict.causes == ("token_counts_weighted_equally",), verdict
+    report = report_of(verdict)
+    assert all(text in report for text in texts), report
+
+
+def by_rows(model: nn.Module, shard: Any, rank: Any) -> None:
+    weight = torch.tensor([1.0, 5.0, 24.0], dtype=shard["rows"].dtype) / 3
+    outputs = model(shard["rows"])
+    total = F.cross_entropy(outputs, shard["classes"], weight=weight, reduction="sum")
+    (total * rank.world_size / EXAMPLES).backward()
+    average(model, rank.world_size)
+
+
+def test_another_divisor_than_the_weights_of_classes_is_named_with_both() -> None:
+    verdict = check(case(batch=with_classes, loss=weighted_cross_entropy), by_rows)
+    assert verdict.cause == "divided_by_another_count", verdict
+    assert "by 12, examples, instead of 32.3333, the weights of the targets' classes" in report_of(
+        verdict
+    )
+
+
+def test_a_term_that_is_no_mean_is_not_said_to_have_a_count() -> None:
+    verdict = check(case(batch=with_zeros, loss=with_a_spread), under_ddp(with_a_spread))
+    assert verdict.outcome == "different"
+    assert "token_counts_weighted_equally" not in verdict.causes
 
 
 def test_weights_of_classes_are_summed_in_the_fix() -> None:

@@ -134,7 +134,7 @@ def test_another_count_is_named_with_both_counts(step: Step, detail: str) -> Non
     verdict = named(tokens(), step)
     assert rivals(verdict) == ["divided_by_another_count"], verdict
     assert detail in first_finding(verdict).detail
-    assert f"{VALID}, elements of labels that are not -100" in first_finding(verdict).detail
+    assert f"{VALID}, the targets that are not -100" in first_finding(verdict).detail
 
 
 def by_a_number(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_equivalence import Case
+from ddp_equivalence.report.blocks import source_of
 from tests.diagnosis.where.faulty import CASE, average, distance, unnamed
 
 LENGTH, WIDTH, HIDDEN = 8, 5, 6
@@ -102,6 +103,30 @@ def test_the_line_at_which_parts_of_ranks_go_astray_comes_first(
     assert where.is_right_alone
     assert where.lines[0].is_fault
     assert distance(replace(where, lines=where.lines[:1]), within or step) == 0, where.lines
+
+
+class Numbered(nn.Module):
+    """Adds what it has learned of each row's number in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.places, self.first = nn.Linear(6, 3), nn.Embedding(12, 3), 0
+
+    def forward(self, rows: Tensor) -> Any:
+        numbers = torch.arange(len(rows)) + self.first
+        return self.layer(rows) + self.places(numbers)
+
+
+def rows_numbered_rightly(model: Any, shard: Any, rank: Any) -> None:
+    model.first = rank.rank * len(shard["rows"])
+    largest_count_of_a_message(model, shard, rank)
+
+
+def test_numbers_of_rows_that_are_right_in_the_end_are_not_shown() -> None:
+    where = unnamed(replace(COUNTS, model=Numbered), rows_numbered_rightly)
+    shown = [source_of(one.line) for one in where.lines]
+    assert "dist.all_reduce(message, dist.ReduceOp.MAX)  # fault" in shown
+    assert not any("torch.arange" in one for one in shown), shown
 
 
 def test_only_the_collective_that_the_loss_is_made_of_loses_a_gradient() -> None:
