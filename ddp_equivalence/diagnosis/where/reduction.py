@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -372,6 +373,16 @@ class _Search:
     def _ranks_missing(self, missing: Sequence[int]) -> Whereabouts:
         """Some ranks' own gradients are missing in the gradients that all ranks hold."""
         view, path = self.view, self.path
+        own = self.pieces.own[:, view.parameters.positions_of(path.names)]
+        missing = [rank for rank in missing if bool(own[rank].any())] or missing
+        who = ranked(missing, view.world_size)
+        lost = self._lost_at(missing)
+        if lost is not None:
+            what = f"{done_text(lost.call, self.pieces)}; after it: {self._text(lost.mix)}"
+            text = f"{who.capitalize()} had a gradient of its own, and the marked line replaced it."
+            return self._of(
+                "gradients of some ranks are missing", text, [pointed(lost, what, True)]
+            )
         reduced, calls = self._reductions(path.rank), view.observed.calls
         others = [place for place in calls.reductions if path.rank in place.by_rank]
         made = {frozenset(one.collective.ranks) for one in reduced if one.collective is not None}
@@ -392,7 +403,6 @@ class _Search:
             *self._where_they_part(),
             *(one.pointed("makes this group") for one in groups[:1]),
         ]
-        who = ranked(missing, view.world_size)
         exchanged = [] if reduced else calls.places(Kind.POINT_TO_POINT)[-1:]
         # What a hook is given is no gradient of a parameter yet, nor a copy of one.
         inside = [] if reduced or others else calls.collectives(lambda call, of: call.in_backward)
@@ -428,6 +438,24 @@ class _Search:
         )
         return replace(found, what="gradients missing")
 
+    def _lost_at(self, missing: Sequence[int]) -> AfterCall | None:
+        """The first state of one of these ranks in which its own gradient no longer counts."""
+        for path in self.bad:
+            if path.rank in missing and set(path.names) & set(self.path.names):
+                for before, after in pairwise(path.states):
+                    counted = [self._counts(one, path.rank) for one in (before, after)]
+                    if counted == [True, False] and not after.call.clears:
+                        return after
+        return None
+
+    def _counts(self, state: AfterCall, rank: int) -> bool:
+        """True if what this rank computed is in the gradients, which are a mixture."""
+        if state.mix is None:
+            return False
+        own = torch.tensor([piece.rank == rank for piece in self.pieces.all])
+        sizes = state.mix.weights.abs()
+        return bool((sizes[own] > SAME_WEIGHT * float(sizes.max())).any())
+
     def _passes_count_unequally(
         self, weights: dict[int, dict[int, float]], least: float
     ) -> Whereabouts | None:
@@ -440,8 +468,10 @@ class _Search:
             for number, weight in one.items()
             if rank != path.rank and abs(weight) > least
         }
-        local = {number for number, weight in own.items() if abs(weight) > least} - shared
-        lost = set(own) - shared - local
+        of_others = {n for rank, one in weights.items() if rank != path.rank for n in one}
+        counted = {number for number, weight in own.items() if abs(weight) > least}
+        local = (counted & of_others) - shared  # a pass that no other rank has cannot be shared
+        lost = set(own) - shared - counted
         cleared = [
             one
             for one in path.states[:-1]
@@ -468,7 +498,7 @@ class _Search:
             for numbers, what in (
                 (local, "stayed on the rank itself"),
                 (lost, "left nothing"),
-                (shared if not local and not lost else set(), "count unequally"),
+                (counted if not local and not lost else set(), "count unequally"),
             )
             if numbers
         ]

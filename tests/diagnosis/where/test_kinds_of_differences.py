@@ -56,6 +56,28 @@ def reduced_to_one_rank(model: Any, shard: Any, rank: Any) -> None:
         dist.reduce(parameter.grad, 0)  # fault
 
 
+def broadcast_before_it_is_reduced(model: Any, shard: Any, rank: Any) -> None:
+    loss(model, shard).backward()
+    dist.broadcast(model.head.bias.grad, 0)  # fault
+    average(model)
+
+
+def passes_of_one_rank_alone_count_twice(model: Any, shard: Any, rank: Any) -> None:
+    """As in DDP's ``join``: rank 0 has three passes, and rank 1 has one."""
+    sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for number in range(3):
+        rows = {name: leaf[4 * number : 4 * number + 4] for name, leaf in shard.items()}
+        if len(rows["rows"]):
+            (loss(model, rows) / 4).backward()
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient)
+            total += gradient if number == 0 else 2 * gradient
+            parameter.grad = None
+    for total, parameter in zip(sums, model.parameters(), strict=True):
+        parameter.grad = total  # fault
+
+
 def wrong_modulo_of_no_sync(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     for number in range(4):
@@ -265,6 +287,7 @@ def reduces_one_head_twice(model: Any, shard: Any, rank: Any) -> None:
 
 EVERY = (0, 1, 2, 3)
 TWO = replace(CASE, layout="1x2")
+UNEVEN = replace(CASE, layout="1x2", shards="12+4")
 TOKENS = Case(model=Small, batch=token_batch, loss=token_loss, layout="1x2")
 PAIRS = Case(model=Small, batch=batch, loss=pair_loss, layout="1x2", shards="own")
 TWO_HEADS = replace(CASE, model=TwoHeads, loss=both)
@@ -278,6 +301,8 @@ REDUCTION, OWN, BIG_BATCH = "reduction", "own gradient", "big batch"
         (CASE, maximum_instead_of_sum, REDUCTION, EVERY, 8, "all_reduce with MAX over all ranks"),
         (CASE, rank_returns_early, REDUCTION, EVERY, 8, "What rank 3 computed is not in these"),
         (CASE, reduced_to_one_rank, REDUCTION, (1, 2, 3), 8, "reduce with SUM"),
+        (CASE, broadcast_before_it_is_reduced, REDUCTION, EVERY, 1, "the marked line replaced it"),
+        (UNEVEN, passes_of_one_rank_alone_count_twice, REDUCTION, (0, 1), 8, "not count equally"),
         (CASE, wrong_modulo_of_no_sync, REDUCTION, EVERY, 8, "number 4 stayed on the rank itself"),
         (CASE, weights_of_ranks, REDUCTION, EVERY, 8, "rank 0 0.1, rank 1 0.2, rank 2 0.3, rank 3"),
         (CASE, cleared_between_micro_batches, REDUCTION, EVERY, 8, "number 1 left nothing"),
