@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.example_gradients import (
     Divided,
@@ -116,20 +115,19 @@ def what_its_terms_divide_by(view: View, parts: Sequence[Indices]) -> list[Amoun
     """
     whole = view.examples.terms(tuple(range(view.setting.example_count)))
     of_parts = [view.examples.terms(part) for part in parts] if whole else []
+    if any(len(terms) != len(whole) for terms in of_parts):
+        return []
+    examples = torch.tensor([float(len(part)) for part in parts], dtype=torch.float64)
     found = []
     for number, right in enumerate(whole):
-        if any(len(terms) != len(whole) for terms in of_parts):
-            return []
         gradients = torch.stack([terms[number] for terms in of_parts])
         if nearly_equal(gradients, right.expand_as(gradients)):
-            continue
+            continue  # it does not depend on the examples
         weights = _mean_with(gradients, right)
         if weights is None:
             return []
-        counts = [float(len(part)) for part in parts]
-        by_examples = torch.tensor(counts, dtype=right.dtype) @ gradients / sum(counts)
-        if nearly_equal(right, by_examples):
-            found.append(Amounts("examples", tuple(counts)))
+        if nearly_equal(right, examples @ gradients / examples.sum()):
+            found.append(Amounts("examples", tuple(examples.tolist())))
         else:
             read = _read_from_the_loss(view, parts, weights)
             found.append(read or Amounts(OF_ITS_OWN, tuple(weights)))
@@ -163,11 +161,6 @@ def counts_of_parts(view: View, parts: Sequence[Indices]) -> Mapping[str, list[f
     ]
     for unit in all_divisors(setting.batch, setting.example_count):
         candidates.setdefault(unit, [counts.get(unit, 0.0) for counts in counts_by_rank])
-    loss = view.setting.case.loss
-    if isinstance(loss, str):
-        normalisers = [LOSSES[loss].normalisers(batch) for batch in batches]
-        if all(len(terms) == 1 for terms in normalisers):
-            candidates[f"units of {loss}"] = [terms[0].count for terms in normalisers]
     return candidates
 
 
@@ -387,10 +380,9 @@ def weights_of_parts(view: View, parts: Sequence[Indices]) -> list[float] | None
     if len(known) < 2:
         return None
     fitted = _mean_with(torch.stack([computed[n].gradient for n in known]), view.expected)
-    weights = dict(zip(known, fitted or (), strict=False))
-    loss = sum(weight * computed[n].loss for n, weight in weights.items())
-    if not weights or not isclose(loss, whole.loss, rel_tol=NEGLIGIBLE):
+    if fitted is None or not _is_weighted_mean(whole, [computed[n] for n in known]):
         return None
+    weights = dict(zip(known, fitted, strict=True))
     return [weights.get(n, 0.0) for n in range(len(parts))]
 
 
@@ -525,12 +517,7 @@ def why_not_additive(view: View) -> str:
 
 
 def _is_weighted_mean(whole: LossAndGradient, parts: list[LossAndGradient]) -> bool:
-    """True if one weight gives both the loss and the gradient of the whole from the two parts."""
-    one, other = parts
-    difference = one.loss - other.loss
-    if abs(difference) < 1e-9 * max(abs(one.loss), abs(other.loss)):
-        return nearly_equal(whole.gradient, (one.gradient + other.gradient) / 2)
-    weight = (whole.loss - other.loss) / difference
-    if not 0 < weight < 1:
-        return False
-    return nearly_equal(whole.gradient, weight * one.gradient + (1 - weight) * other.gradient)
+    """True if the same weights give both the loss and the gradient of the whole from the parts."""
+    weights = _mean_with(torch.stack([one.gradient for one in parts]), whole.gradient)
+    loss = sum(weight * one.loss for weight, one in zip(weights or (), parts, strict=False))
+    return weights is not None and isclose(loss, whole.loss, rel_tol=NEGLIGIBLE)

@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.divisors import (
     Amounts,
     WrongCount,
     counts_by_rank,
+    is_weighted_mean,
     ratio_of_counts,
     what_it_divides_by,
     what_its_terms_divide_by,
@@ -111,11 +112,7 @@ def _mean_of_means(view: View) -> Sequence[Prediction]:
 def is_mean_over_examples(view: View) -> bool:
     """True if the big batch is the mean of the parts, each weighted by its examples."""
     parts = [part for of_rank in view.parts.by_rank or () for part in of_rank if part]
-    if not parts:
-        return False
-    example_count = sum(map(len, parts))
-    weighted = [len(part) / example_count * view.examples.gradient(part) for part in parts]
-    return nearly_equal(torch.stack(weighted).sum(0), view.expected)
+    return bool(parts) and is_weighted_mean(view, parts, [len(part) for part in parts])
 
 
 def _uneven_micro_batches(view: View) -> tuple[int, ...]:
@@ -402,7 +399,9 @@ def _no_sum_of_losses(view: View) -> Indication | None:
 
 
 def _losses_make_up_the_big_batch(view: View) -> bool:
-    """True if the ranks' losses add up to the big batch's, or if their mean is this."""
+    """True if the ranks' losses add up to the big batch's, or if their mean is this, or that of all
+    their micro-batches.
+    """
     by_rank = [
         [call.loss for call in view.observed.backwards(rank)] for rank in view.observed.by_rank
     ]
@@ -410,7 +409,8 @@ def _losses_make_up_the_big_batch(view: View) -> bool:
         return False
     total = sum(one for of_rank in by_rank for one in of_rank if one is not None)
     right = view.examples.big_batch_loss
-    return losses_close(total, right) or losses_close(total / view.world_size, right)
+    counts = {1, view.world_size, sum(map(len, by_rank))}
+    return any(losses_close(total / count, right) for count in counts)
 
 
 def _lines_of_sum(view: View) -> Sequence[PointedLine]:

@@ -543,10 +543,12 @@ def _setters(
             given = [one for one in origins.of(Origin(place, node)) if not _wraps(one)]
             own = [one for one in given if one.place.function is place.function]
             before = [one for one in own if one.line.number < line.number and not _seeds(one)]
-            if before:
-                last = max(before, key=lambda one: one.line.number)
+            last = max(before, key=lambda one: one.line.number, default=None)
+            if last is not None and not _is_leaf(last):
                 yield "adds to" if last.fills else "sets", node.id, last.line
-            elif len(given) == 1 and not own and given[0].place.function is not None:
+            elif (
+                last is None and len(given) == 1 and not own and given[0].place.function is not None
+            ):
                 yield "passes", node.id, given[0].line
 
 
@@ -555,15 +557,22 @@ def _classes(run: RunLines) -> set[str]:
 
 
 def _tells_little(run: RunLines, one: Origin, reader: SourceLine) -> bool:
-    """True for what only makes an object of a user's class, is the rank or the world size, or
-    changes what the function has already.
+    """True for what only makes an object of a user's class, takes a leaf out of a batch, is the
+    rank or the world size, or changes what the function has already.
     """
     made = one.expression
     if isinstance(one.place.statement, ast.AugAssign) and one.place.function is reader.function:
         return True
     if isinstance(made, ast.Call):
         return called_name(made) in {*_classes(run), "get_rank", "get_world_size"}
-    return ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
+    return _is_leaf(one) or ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
+
+
+def _is_leaf(one: Origin) -> bool:
+    """True for what is taken by name out of a batch or another dictionary."""
+    made = one.expression
+    key = made.slice if isinstance(made, ast.Subscript) else None
+    return isinstance(key, ast.Constant) and isinstance(key.value, str)
 
 
 def _in_force(

@@ -498,19 +498,18 @@ class _Search:
             for numbers, what in (
                 (local, "stayed on the rank itself"),
                 (lost, "left nothing"),
-                (counted if not local and not lost else set(), "count unequally"),
             )
             if numbers
         ]
+        if not parts:
+            return self._of("the backward passes do not count equally", _counting(weights), lines)
         fix = "change gradients once, after the last backward pass."
         if local:
             fix = "reduce once, in or after the last backward pass."
         elif lost:
             fix = "clear the gradients once, before the first backward pass." if cleared else ""
         return self._of(
-            "not every backward pass is reduced"
-            if local or lost
-            else "the backward passes do not count equally",
+            "not every backward pass is reduced",
             f"Of {len(own)} backward passes of a rank, {', '.join(parts)}.",
             lines,
             fix,
@@ -622,6 +621,16 @@ def _first_other(path: Path, call: Call) -> bool:
 
 def _counts(weights: dict[int, float], least: float) -> bool:
     return any(abs(one) > least for one in weights.values())
+
+
+def _counting(weights: Mapping[int, Mapping[int, float]]) -> str:
+    """How much each backward pass counts, as a sentence."""
+    shown = {rank: list(one.values())[:MOST_SHOWN] for rank, one in weights.items()}
+    by_rank = "; ".join(
+        f"rank {rank} {', '.join(text_of(one, '.3g') for one in passes)}"
+        for rank, passes in list(shown.items())[:MOST_SHOWN]
+    )
+    return f"The weights of the backward passes, in their order: {by_rank}."
 
 
 def _numbers(numbers: set[int]) -> str:
