@@ -61,7 +61,8 @@ class Collective:
 class LastCollective:
     """The newest collective of one rank.
 
-    ``number``: its number in ``group`` since the work began, from 1. ``line``: the line outside
+    ``number``: its number in ``group`` since the work began, from 1, or 0 if it is point-to-point
+    communication, which has none. ``line``: the line outside
     torch that called it, "" if a thread of torch did. ``at``: seconds since the epoch.
     """
 
@@ -77,7 +78,8 @@ class LastCollective:
         shapes = f" of {', '.join(map(str, self.shapes))}" if self.shapes else ""
         dtypes = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
         group = "" if self.group in (DEFAULT_GROUP, "") else f" on group {self.group}"
-        return f"{self.op} #{self.number}{shapes}{dtypes}{group}"
+        number = f" #{self.number}" if self.number else ""
+        return f"{self.op}{number}{shapes}{dtypes}{group}"
 
 
 _recorder_works = False

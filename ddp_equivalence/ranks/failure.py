@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddp_equivalence.ranks.collectives import LastCollective
+    from ddp_equivalence.ranks.ddp_errors import DdpError
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class RankEnd:
     ``line`` is the source line at which the rank ended or still was. ``at`` is the time in seconds
     of the machine's monotonic clock. ``output`` is what the rank printed. ``last`` is its last
     collective, if known. ``waits`` is True if the rank was waiting for other ranks in that
-    collective. ``signal_number`` is the signal that killed it, 0 if none did.
+    collective. ``signal_number`` is the signal that killed it, 0 if none did. ``about`` is what an
+    error of DistributedDataParallel (DDP) is about.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class RankEnd:
     last: LastCollective | None = None
     waits: bool = False
     signal_number: int = 0
+    about: DdpError | None = None
 
     @property
     def failed(self) -> bool:

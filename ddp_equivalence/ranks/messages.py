@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import pickle
 import re
@@ -12,12 +11,15 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ddp_equivalence.ranks.collectives import last_collective
+from ddp_equivalence.ranks.ddp_errors import ddp_error, text_of_line
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed, RanksTimedOut
+from ddp_equivalence.ranks.importable import belongs_to_user
 
 # The messages between the judging process and a rank.
 #
@@ -102,19 +104,15 @@ PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 def describe_exception(error: BaseException) -> dict[str, Any]:
     """The fields of a RankEnd for an exception, as text: it may not be picklable itself.
 
-    ``line``: the innermost line outside torch.
+    ``line``: the innermost line of the user's code, or else outside torch.
     """
-    outside_torch = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if f"{os.sep}torch{os.sep}" not in frame.filename
-    ]
-    line = ""
-    if outside_torch:
-        frame = outside_torch[-1]
-        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-        line = f"{frame.filename}:{frame.lineno}: {source}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    places = [(frame.f_code.co_filename, number) for frame, number in frames]
     what = "".join(traceback.format_exception_only(error)).strip()
+    places += [(file, int(number)) for file, number in IN_WORKER.findall(what)]
+    outside = [place for place in places if not _is_torch(place[0])]
+    users = [place for place in outside if belongs_to_user(place[0])]
+    line = next((text_of_line(*place) for place in reversed(users or outside)), "")
     last = last_collective()
     return {
         "kind": "exception",
@@ -124,7 +122,12 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
         "at": time.monotonic(),
         "last": last,
         "waits": last is not None and was_left_waiting(what),
+        "about": ddp_error(what, frames),
     }
+
+
+IN_WORKER = re.compile(r'^ +File "(.+)", line (\d+), in .+$', re.MULTILINE)
+"""The frames in the text of an error that torch hands on from a worker of a loader."""
 
 
 def _from_the_users_code(error: BaseException) -> traceback.TracebackException:
@@ -197,7 +200,9 @@ def who_waits(ends: Sequence[RankEnd]) -> str:
         awaited = [end for end in others if end.failed] or others
         states = ", and for ".join(map(_rank_and_state, awaited))
         return _sentence(f"{'; '.join(clauses)}, for {states}")
-    all_alike = ", the same on all ranks: the backend itself, or the network, hangs"
+    all_alike = ", the same on all ranks"
+    if numbers != {0}:
+        all_alike += ": the backend itself, or the network, hangs"
     return _sentence(clauses[0] + ("" if calls[0][0] is None else all_alike))
 
 
@@ -206,15 +211,17 @@ def was_left_waiting(message: str) -> bool:
     return _contains(message, BACKEND_MARKS) and _contains(message, (*CONNECTION_LOST, *TIMED_OUT))
 
 
-def innermost_line(stack: str) -> tuple[str, bool]:
-    """The innermost line outside torch in a stack of faulthandler.
-
-    The second value is True if the innermost line of all is in torch.
+def innermost_line(stack: str) -> tuple[str, str]:
+    """The innermost line of the user's code in a stack of faulthandler, or else outside torch, and
+    the outermost function of torch inside it; "" if the innermost line of all is not in torch.
     """
     main_thread = stack.rpartition("(most recent call first)")[2]
     lines = [line.strip() for line in main_thread.splitlines() if line.strip().startswith("File")]
-    outside_torch = [line for line in lines if not _is_torch(line)]
-    return (outside_torch[0] if outside_torch else ""), bool(lines) and _is_torch(lines[0])
+    inside = list(takewhile(_is_torch, lines))
+    called = [line.rpartition(" in ")[2] for line in inside if not line.endswith(" in wrapper")]
+    outside = lines[len(inside) :]
+    users = (line for line in outside if belongs_to_user(line.split('"')[1]))
+    return next(users, next(iter(outside), "")), (called or [""])[-1]
 
 
 def _contains(text: str, phrases: Iterable[str]) -> bool:

@@ -217,15 +217,20 @@ def still_running(ranks: Iterable[RankProcess]) -> dict[int, RankEnd]:
 def _running_end(
     rank: RankProcess, stopped: bool, stack: str, collective: LastCollective | None
 ) -> RankEnd:
-    line, in_torch = messages.innermost_line(stack)
+    line, function = messages.innermost_line(stack)
+    if collective is not None and function in POINT_TO_POINT:  # torch 2.13 does not record these
+        collective = LastCollective(0, collective.group, function, (), (), "", collective.at)
     return rank.end(
         "running",
         "is stopped by a signal (SIGSTOP?)" if stopped else "still running",
         detail=stack,
         line=line,
         last=collective,
-        waits=in_torch and collective is not None,
+        waits=bool(function) and collective is not None,
     )
+
+
+POINT_TO_POINT = {"send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv"}
 
 
 def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:

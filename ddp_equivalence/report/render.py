@@ -41,7 +41,7 @@ from ddp_equivalence.report.cause import (
     where_it_lies,
 )
 from ddp_equivalence.report.evidence import evidence_lines
-from ddp_equivalence.report.failure import failure_blocks
+from ddp_equivalence.report.failure import failure_blocks, failure_screen, line_of
 from ddp_equivalence.report.numbers import (
     asked_lines,
     held,
@@ -61,9 +61,10 @@ OUTPUT_LINES = 30
 
 def report_lines(verdict: Verdict) -> list[Line]:
     """The report, line by line: of a difference one screen, unless the run asks for everything."""
-    if verdict.outcome == "different" and not settings.current().full_report:
-        return fitted(_screen(verdict, is_whole=False))
-    return full_lines(verdict)
+    if settings.current().full_report or (verdict.outcome != "different" and not verdict.failure):
+        return full_lines(verdict)
+    is_failure = verdict.outcome == "unknown"
+    return fitted(_failed(verdict) if is_failure else _screen(verdict, is_whole=False))
 
 
 def full_lines(verdict: Verdict) -> list[Line]:
@@ -109,8 +110,12 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
     yield _output_lines(verdict)
 
 
+def _unknown_line(verdict: Verdict) -> list[Line]:
+    return [Line(f"{verdict.subject} against {_other_side(verdict)}: unknown", Style.UNCERTAIN)]
+
+
 def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
-    yield [Line(f"{verdict.subject} against {_other_side(verdict)}: unknown", Style.UNCERTAIN)]
+    yield _unknown_line(verdict)
     if verdict.failure is not None:
         yield from failure_blocks(
             verdict.failure, verdict.reason, verdict.second_look, verdict.lane
@@ -145,19 +150,27 @@ def _output_lines(verdict: Verdict) -> list[Line]:
 # The blocks of the screen.
 
 
+def _failed(verdict: Verdict) -> list[Block]:
+    assert verdict.failure is not None
+    failed = verdict.failure, verdict.reason, verdict.second_look, verdict.lane
+    return [
+        Block(_unknown_line(verdict)),
+        *failure_screen(*failed),
+        Block([Notes(list(notes(verdict))), _commands(verdict, is_whole=False)], gap=3),
+    ]
+
+
 def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     counts = how_many_differ(verdict)
     sure = [text for text in (how_sure(verdict), counts) if text]
     beside = list(notes(verdict))
     if not is_whole and any(text.strip() for text in verdict.output.values()):
         beside.append("What the ranks printed, such as warnings, is in the whole report.")
-    again = [f"Again: {verdict.repeat}"] if verdict.repeat else []
-    more = [] if is_whole else [f"More: {settings.current().full_report_with}"]
     end: list[Item] = [
         *(Sentences(ended(fix), "Fix: ", "fix") for fix in _fixes(verdict)),
         FirstThatFits(sure, partial(how_many_differ, verdict) if counts else None),
         Notes(beside),
-        Commands([*again, *more]),
+        _commands(verdict, is_whole),
     ]
     where = [Sentences(text) for text in (*_details(verdict), *where_it_lies(verdict))]
     return [
@@ -166,6 +179,13 @@ def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
         Block(held(verdict), gap=1),
         Block(end, gap=3),
     ]
+
+
+def _commands(verdict: Verdict, is_whole: bool) -> Commands:
+    again = [f"Again: {verdict.repeat}"] if verdict.repeat else []
+    return Commands(
+        [*again, *([] if is_whole else [f"More: {settings.current().full_report_with}"])]
+    )
 
 
 def _details(verdict: Verdict) -> Iterator[str]:
@@ -252,9 +272,6 @@ def _what_happened(finding: Finding) -> str:
 
 # The lines of the user's code that a verdict points at, each with what it did.
 
-PLACE = re.compile(r"^(?P<file>.+?):(?P<number>\d+): ")
-"""How the end of a rank names a line."""
-
 
 def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedLine]:
     """The lines that the causes point at, each once; the line of the fault is always among them.
@@ -334,8 +351,5 @@ def line_to_look_at(verdict: Verdict) -> CodeLine | None:
         faults = [one.line for one in pointed_lines(verdict) if one.is_fault]
         if faults:
             return faults[-1]
-    if verdict.failure is not None and verdict.failure.ends:
-        place = PLACE.match(verdict.failure.ends[0].line)
-        if place is not None:
-            return CodeLine(place["file"], int(place["number"]))
-    return verdict.asked.defined_at
+    ends = () if verdict.failure is None else verdict.failure.ends[:1]
+    return next(filter(None, (line_of(end.line) for end in ends)), verdict.asked.defined_at)

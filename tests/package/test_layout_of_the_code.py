@@ -25,15 +25,15 @@ BUDGETS = {
     "measurement": 7_900,
     "observed_scripts": 8_090,
     "pytest_plugin": 1_600,
-    "ranks": 6_830,
-    "report": 4_720,
+    "ranks": 7_030,
+    "report": 5_050,
     "strategies": 1_390,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 281
+MOST_FILES = 282
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15

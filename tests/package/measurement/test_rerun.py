@@ -24,7 +24,9 @@ def other_dtype(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def report(step: Any, **options: Any) -> str:
-    return " ".join(str(check(own_case(layout="1x3"), step, deadline=3.0, **options)).split())
+    return " ".join(
+        check(own_case(layout="1x3"), step, deadline=3.0, **options).full_report().split()
+    )
 
 
 def test_an_aborted_case_is_explained_by_torch_itself() -> None:

@@ -113,7 +113,7 @@ def every_rank_fails(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_a_step_that_fails_on_every_rank_has_one_error_and_one_output() -> None:
-    text = str(check(own_case(layout="2x2"), every_rank_fails))
+    text = check(own_case(layout="2x2"), every_rank_fails).full_report()
     assert "Root cause: rank 0 (node 0, local rank 0) ValueError: no such column: age" in text
     assert "  Ranks 1, 2, 3 raised the same." in text
     assert text.count("about to fail") == 1
@@ -124,7 +124,7 @@ def test_a_traceback_begins_at_the_users_code() -> None:
     def fails(model: nn.Module, shard: Any, rank: Rank) -> None:
         raise LookupError("no such column")
 
-    text = str(check(own_case(), fails))
+    text = check(own_case(), fails).full_report()
     traceback = text[text.index("Traceback") : text.index("Evidence:")]
     assert traceback.count("  File ") == 1
     assert "in fails" in traceback
