@@ -125,6 +125,10 @@ def text_of_line(file: str, number: int) -> str:
     return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
+PLACE = re.compile(r"^(?P<file>.+?):(?P<number>\d+): ")
+"""The place of such a line."""
+
+
 def _unused(found: re.Match[str], frames: Frames) -> DdpError:
     wrapper = next(ddp for frame, _ in reversed(frames) for ddp in _wrapper_of(frame))
     names = list(_reduced(wrapper))

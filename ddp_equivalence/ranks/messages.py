@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_equivalence.ranks.collectives import last_collective
-from ddp_equivalence.ranks.ddp_errors import ddp_error, text_of_line
+from ddp_equivalence.ranks.ddp_errors import PLACE, ddp_error, text_of_line
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.importable import belongs_to_user
 
@@ -215,13 +215,17 @@ def innermost_line(stack: str) -> tuple[str, str]:
     """The innermost line of the user's code in a stack of faulthandler, or else outside torch, and
     the outermost function of torch inside it; "" if the innermost line of all is not in torch.
     """
-    main_thread = stack.rpartition("(most recent call first)")[2]
-    lines = [line.strip() for line in main_thread.splitlines() if line.strip().startswith("File")]
-    inside = list(takewhile(_is_torch, lines))
-    called = [line.rpartition(" in ")[2] for line in inside if not line.endswith(" in wrapper")]
-    outside = lines[len(inside) :]
-    users = (line for line in outside if belongs_to_user(line.split('"')[1]))
-    return next(users, next(iter(outside), "")), (called or [""])[-1]
+    frames = STACK_FRAME.findall(stack.rpartition("(most recent call first)")[2])
+    inside = list(takewhile(lambda frame: _is_torch(frame[0]), frames))
+    called = [function for _, _, function in inside if function != "wrapper"]
+    outside = [(file, int(number)) for file, number, _ in frames[len(inside) :]]
+    users = (place for place in outside if belongs_to_user(place[0]))
+    line = next(users, next(iter(outside), None))
+    return "" if line is None else text_of_line(*line), (called or [""])[-1]
+
+
+STACK_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+"""A frame in a stack of faulthandler."""
 
 
 def _contains(text: str, phrases: Iterable[str]) -> bool:
@@ -267,12 +271,18 @@ def _rank_and_state(end: RankEnd) -> str:
     after = "" if end.last is None else f" after {end.last.op} #{end.last.number}"
     state = {
         "finished": f"which has finished{after}",
-        "running": f"which is{f' at {end.line}' if end.line else ' somewhere else'}{after}",
+        "running": f"which is{_at(end.line)}{after}",
         "exception": f"which raised {end.what.splitlines()[0][:120]}" if end.what else "",
     }.get(end.kind, f"which was {end.what}" if end.kind == "signal" else f"which {end.what}")
     if end.kind == "running" and end.what != "still running":
         state = f"which {end.what}"
     return f"rank {end.rank}, {state}"
+
+
+def _at(line: str) -> str:
+    """`` at file.py:12``."""
+    found = PLACE.match(line)
+    return f" at {Path(found['file']).name}:{found['number']}" if found else " somewhere else"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

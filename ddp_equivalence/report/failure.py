@@ -12,7 +12,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.measure import Rerun
-from ddp_equivalence.ranks.ddp_errors import About, DdpError
+from ddp_equivalence.ranks.ddp_errors import PLACE, About, DdpError
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, missing
 from ddp_equivalence.report.blocks import Block, Code, Item, Listed, Sentences, place_name
@@ -45,16 +45,10 @@ OF_CPLUSPLUS = re.compile(
 )
 """What torch's own authors need of its errors."""
 
-PLACES = (
-    re.compile(r"^(?P<file>.+?):(?P<number>\d+): "),
-    re.compile(r'^File "(?P<file>.+)", line (?P<number>\d+)'),
-)
-"""How the end of a rank names a line: as that of an exception, and as that of a stack."""
-
 
 def line_of(text: str) -> CodeLine | None:
-    """The line of code that such a text names; None if it names none."""
-    found = next(filter(None, (place.match(text) for place in PLACES)), None)
+    """The line of code that the end of a rank names; None if it names none."""
+    found = PLACE.match(text)
     return None if found is None else CodeLine(found["file"], int(found["number"]))
 
 
@@ -79,12 +73,17 @@ def failure_screen(
         items.append(Sentences(f"{where} {_what(first)}", "Root cause: "))
     if first.about is not None:
         items.append(Sentences(_explained(first.about, failure.ends), limit="notes"))
-    items += [Sentences(_same(root)), Code(lambda most: _lines(failure, calls)[:most])]
+    items += [
+        Sentences("" if first.waits else _same(root)),
+        Code(lambda most: _lines(failure, calls)[:most]),
+    ]
     items += [Listed(then)]
     end: list[Item] = [Sentences(fix, "Fix: ", "fix") for fix in _fixes(failure, calls)]
     end += [Sentences("" if first.about is not None else hint(first.what, lane), "Hint: ", "notes")]
-    end += [Sentences(_rerun_sentence(rerun) if rerun is not None and not calls else "")]
-    printed = OF_CPLUSPLUS.sub("", first.output).split("\n") if first.kind != "exception" else []
+    if rerun is not None and rerun.failure is None:
+        end.append(Sentences(_rerun_sentence(rerun)))
+    is_clue = first.kind != "exception" and not calls
+    printed = OF_CPLUSPLUS.sub("", first.output).split("\n") if is_clue else []
     if last := [line.strip() for line in printed if line.strip()][-1:]:
         end.append(Sentences(last[0], f"Rank {first.rank} printed last: "))
     elif any(one.output.strip() for one in failure.ends):
@@ -166,19 +165,19 @@ def _fixes(failure: RankFailed, calls: Sequence[tuple[RankEnd, str]]) -> Iterato
         at = "" if line is None else f" in {place_name(line)}"
         yield FIXES[first.about.about].format(at=at)
     waiting = [end for end in failure.ends if end.waits]
-    if first.kind == "exception" and not first.waits:
-        return
-    if calls or (waiting and len(waiting) == len(failure.ends)):
+    if calls:
         yield SAME_ORDER
-    elif waiting and any(IN_DDP.search(end.detail) for end in waiting):
-        yield SAME_PASSES
-    elif waiting:
-        yield SAME_CALLS
+    elif first.waits and all(end.last is not None and not end.last.number for end in waiting):
+        yield "let every recv meet a send of the other rank: one of two ranks sends first."
+    elif first.waits and len(waiting) == len(failure.ends):
+        yield SAME_ORDER
+    elif first.waits:
+        yield SAME_PASSES if IN_DDP.search(first.detail) else SAME_CALLS
 
 
 SAME_ORDER = (
     "let all ranks call the same collectives in the same order, with tensors of equal shapes and "
-    "dtypes, and let each recv meet a send."
+    "dtypes."
 )
 SAME_PASSES = (
     "let all ranks make equally many forward and backward passes through DDP: as many batches on "
