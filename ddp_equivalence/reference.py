@@ -194,13 +194,16 @@ def loss_of_the_case(case: Case) -> Loss:
     return LOSSES[case.loss] if isinstance(case.loss, str) else case.loss
 
 
+SCALAR = "a function that returns a scalar tensor"
+
+
 def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
     """The value of the loss. Raises BadCase unless it is a scalar tensor with a graph."""
     name = name_of(case.loss)
     try:
         value = loss(model, batch)
     except Exception as error:
-        right = f"(model, batch) -> scalar tensor; {it_raised(error)}"
+        right = f"a function (model, batch) -> scalar tensor; {it_raised(error)}"
         if case.dtype is torch.float64 and ("dtype" in str(error) or "Double" in str(error)):
             right += (
                 " (the case is checked in float64: give constants the dtype of the input; or, if "
@@ -208,11 +211,11 @@ def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
             )
         raise BadCase("loss", name, right) from error
     if not isinstance(value, Tensor):
-        raise BadCase("loss", name, f"a scalar tensor, not {type(value).__name__}")
+        raise BadCase("loss", name, f"{SCALAR}, not {type(value).__name__}")
     if value.ndim != 0:
-        raise BadCase("loss", name, f"a scalar tensor, not one of shape {tuple(value.shape)}")
+        raise BadCase("loss", name, f"{SCALAR}, not one of shape {tuple(value.shape)}")
     if not value.requires_grad:
-        right = "a scalar tensor with a graph; this one requires no gradient (detach or no_grad?)"
+        right = f"{SCALAR} with a graph; this one requires no gradient (detach or no_grad?)"
         raise BadCase("loss", name, right)
     return value
 

@@ -18,7 +18,7 @@ from ddp_equivalence.case.batch_tree import (
     map_leaves,
     map_tensors,
 )
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, Words, of_type
 
 # Takes a batch apart: its examples, and where they lie in each leaf.
 #
@@ -148,10 +148,10 @@ def check_batch(batch: Any, dims: BatchDims, examples: int | None, exact: bool =
     except Exception as error:
         right = "a batch whose containers can be made anew with other leaves, and do not hold "
         right += f"themselves; that raised {type(error).__name__}: {error}"
-        raise BadCase("batch", type(batch).__name__, right) from error
+        raise BadCase("batch", of_type(batch), right) from error
     for path, leaf in leaves_of(batch):
         if (instead := _what_would_be_right(leaf, callable(dims), exact)) is not None:
-            raise BadCase("batch", path or type(leaf).__name__, instead)
+            raise BadCase("batch", of_type(leaf), instead, at=path)
     if callable(dims):
         assert examples is not None
         _try_dealing(batch, dims)
@@ -161,7 +161,7 @@ def check_batch(batch: Any, dims: BatchDims, examples: int | None, exact: bool =
     if not lengths:
         right = "a batch with at least one tensor in it; or with lists that have one entry for "
         right += "each example, and batch_dims={\"['name']\": 0, ...} to say so"
-        raise BadCase("batch", type(batch).__name__, right)
+        raise BadCase("batch", of_type(batch), right)
     if len(set(lengths.values())) > 1:
         _refuse_lengths(batch, lengths)
     return next(iter(lengths.values()))
@@ -176,17 +176,18 @@ def check_that_it_is_clear(batch: Any, dims: BatchDims, count: int) -> None:
         return
     for path, what in _unclear(batch, dims, count, ""):
         whole, by_example = _written(path, None), _written(path, 0)
+        unclear = f"unclear, as it has {count} entries and the batch has {count} examples"
+        right = f"named: {by_example} if each example has one of its entries, or "
         if what == "count":
-            right = f"clear: it is the number of examples, and a rank has fewer. If {path} is "
-            right += f"another number, say {whole}; else leave it out of the batch"
+            unclear = f"unclear, as it is {count} and the batch has {count} examples"
+            right = f"left out of the batch, since a rank has fewer examples; or say {whole} if it "
+            right += "is another number"
         elif what == "tensors":
-            right = f"clear: this has {count} entries and {count} examples. Say {by_example} if "
-            right += f"each example has one of its entries, or {_written(path + '[0]', 0)} (and so "
-            right += "on) if each of its tensors has the examples along dim 0"
+            right += f"{_written(path + '[0]', 0)} (and so on) if each of its tensors has the "
+            right += "examples along dim 0"
         else:
-            right = f"clear: this has {count} entries and {count} examples. Say {by_example} if "
-            right += f"each example has one of them, or {whole} if every rank has all of them"
-        raise BadCase("batch", path or type(batch).__name__, right)
+            right += f"{whole} if every rank has all of them"
+        raise BadCase("batch", Words(unclear), right, at=path)
 
 
 def _unclear(value: Any, dims: BatchDims, count: int, path: str) -> Iterator[tuple[str, str]]:
@@ -235,8 +236,8 @@ def _what_would_be_right(leaf: Any, dealt_by_function: bool, exact: bool) -> str
         if dealt_by_function or not hidden_tensors(leaf):
             return None
         return (
-            f"something else than {type(leaf).__name__}, which holds tensors that cannot be "
-            f"reached: a dict or a dataclass, or {DEALING_FUNCTION}"
+            "a dict or a dataclass: this one holds tensors that cannot be reached; or give "
+            f"{DEALING_FUNCTION}"
         )
     if leaf.is_meta:
         return "a tensor on the CPU; this one is on the meta device, and has no values"
@@ -269,7 +270,7 @@ def _lengths(leaves: list[tuple[str, Any]], dims: BatchDims) -> Iterator[tuple[s
                 has = f"this one has {'no dim' if not leaf.ndim else f'shape {tuple(leaf.shape)}'}"
                 right = f"a tensor with examples along dim {dim}; {has}. "
                 right += f"If every rank is to have it whole, say {_written(path, None)}"
-                raise BadCase("batch", name, right)
+                raise BadCase("batch", of_type(leaf), right, at=path)
             yield name, leaf.shape[dim]
         elif type(leaf) in (list, tuple) and dim == 0:
             yield name, len(leaf)
@@ -285,10 +286,10 @@ def _refuse_lengths(batch: Any, lengths: Mapping[str, int]) -> None:
         shown += f", and {len(lengths) - 8} more"
     first = next(name for name in lengths if lengths[name] != next(iter(lengths.values())))
     path = first.rpartition("[")[0] if first.rpartition("[")[2].rstrip("]").isdigit() else first
-    right = "leaves with equally many examples along dim 0; or batch_dims, which says for a leaf "
-    right += f"along which dim they lie, as in {_written(path, 1)}, that every rank has it whole "
-    right += "(None), or that it is a list with one entry for each example (0)"
-    raise BadCase("batch", shown, right)
+    right = "made of leaves with equally many examples along dim 0; or say for a leaf along which "
+    right += f"dim they lie, as in {_written(path, 1)}, that every rank has it whole (None), or "
+    right += "that it is a list with one entry for each example (0)"
+    raise BadCase("batch", Words(f"uneven ({shown})"), right)
 
 
 def _check_paths(batch: Any, dims: BatchDims) -> None:

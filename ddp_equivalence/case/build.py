@@ -88,7 +88,7 @@ def _check_tensors(case: Case, tensors: Mapping[str, Tensor]) -> None:
             right = f"a model whose sizes are known; {name} is lazy: call the model in the builder"
             raise BadCase("model", name_of(case.model), right)
         if tensor.is_complex() and isinstance(tensor, nn.Parameter):
-            right = f"real parameters: {name} is {tensor.dtype}; complex gradients are not compared"
+            right = f"one with real parameters: {name} is {tensor.dtype}, and such are not compared"
             raise BadCase("model", name_of(case.model), right)
 
 
@@ -107,7 +107,7 @@ def build_whole_batch(case: Case, steps: Steps = 1) -> tuple[Any, tuple[int, ...
     batch = _catalogue_batch(case, steps) if case.batch is None else _batch_of_the_user(case)
     count = check_batch(batch, case.batch_dims, case.examples, case.exact)
     if not count:
-        right = "at least one example; all its tensors have length 0"
+        right = "a function that makes at least one example; all its tensors have length 0"
         raise BadCase("batch", name_of(case.batch), right)
     if not getattr(case.batch, "takes_some_examples", False):
         check_that_it_is_clear(batch, case.batch_dims, count)
@@ -180,7 +180,7 @@ def _catalogue_batch(case: Case, steps: Steps) -> Batch:
     targets = loss.targets(generator, inputs, model)
     if case.shards == "no_valid_token":
         if loss.output != "tokens":
-            right = f"other shards, or a loss over tokens instead of {loss.name}"
+            right = f"such as 'equal', or used with a loss over tokens instead of {loss.name}"
             raise BadCase("shards", case.shards, right)
         last_shard = list(split(case.shards, examples, case.ranks.world_size).indices[-1])
         targets[last_shard] = PADDING
@@ -499,7 +499,7 @@ def with_examples(case: Case, subset: ExampleSubset) -> Case:
         raise BadCase("examples", subset, ACCEPTED)
     if case.batch is None:
         if not isinstance(subset, int):
-            raise BadCase("examples", subset, "a number: the catalogue makes its own batch")
+            raise BadCase("examples", subset, "a number, since the catalogue makes its own batch")
         return replace(case, examples=subset)
     size = examples_in(case)
     if max(positions) >= size:

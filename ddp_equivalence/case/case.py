@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case import layouts, shards
 from ddp_equivalence.case.batch import BatchDims
-from ddp_equivalence.case.errors import BadCase, whole_number
+from ddp_equivalence.case.errors import BadCase, of_type, one_of, whole_number
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
@@ -92,33 +92,33 @@ class Case:
             raise BadCase("exact", self.exact, "True or False")
         if self.shards == "no_valid_token" and self.batch is not None:
             raise BadCase(
-                "shards", self.shards, "other shards: only batches of the catalogue are padded so"
+                "shards",
+                self.shards,
+                "such as 'equal': only batches of the catalogue are padded so",
             )
 
     def _check_dtype(self) -> None:
         if self.dtype is None:
             return
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            right = (
-                "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
-            )
+            right = "a floating-point torch.dtype, as torch.float64, or None to keep the model's"
             raise BadCase("dtype", self.dtype, instead_of_dtype(self.dtype) or right)
 
     def _check_batch(self, sizes: tuple[int, ...] | None) -> None:
         if self.batch is None:
             if not (isinstance(self.model, str) and isinstance(self.loss, str)):
-                right = "(torch.Generator) -> pytree of tensors, since model or loss is your own"
+                right = "a function (torch.Generator) -> pytree of tensors, for your model or loss"
                 raise BadCase("batch", None, right)
             model, loss = MODELS[self.model], LOSSES[self.loss]
             if model.output != loss.output:
                 right = f"a loss for {model.output!r} output, which {self.model} returns"
                 raise BadCase("loss", self.loss, f"{right}; this one is for {loss.output!r}")
         elif not callable(self.batch):
-            raise BadCase("batch", type(self.batch).__name__, INSTEAD_OF_BATCH)
+            raise BadCase("batch", of_type(self.batch), INSTEAD_OF_BATCH)
         if self.examples is None:
             return
         if self.batch is not None and not callable(self.batch_dims):
-            raise BadCase("examples", self.examples, "None: your batch function sets the size")
+            raise BadCase("examples", self.examples, "left out: your batch function sets the size")
         examples = whole_number(self.examples)
         if examples is None or examples < 1:
             raise BadCase("examples", self.examples, "an integer from 1")
@@ -131,7 +131,7 @@ class Case:
         if dims is None:
             return
         if self.batch is None:
-            raise BadCase("batch_dims", dims, "None, since the catalogue makes the batch")
+            raise BadCase("batch_dims", dims, "left out, since the catalogue makes the batch")
         if callable(dims):
             if self.examples is None:
                 right = "the number of examples in the batch, since a function deals them"
@@ -187,11 +187,8 @@ def _check_name(value: object, field: str, names: dict[str, Any], instead: str) 
     """Raises BadCase if the value is no name and no function; or says what to write ``instead``."""
     if instead:
         raise BadCase(field, name_of(value), instead)
-    if isinstance(value, str):
-        if value not in names:
-            raise BadCase(field, value, f"a function, or one of {', '.join(names)}")
-    elif not callable(value):
-        raise BadCase(field, value, f"a function, or one of {', '.join(names)}")
+    if value not in names if isinstance(value, str) else not callable(value):
+        raise BadCase(field, value, f"a function, or {one_of(names, value)}")
 
 
 # What a caller has probably meant by an argument of the wrong type, as an error says it.

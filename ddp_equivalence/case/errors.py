@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from numbers import Real
+from pathlib import Path
 from typing import SupportsIndex, cast
 
 # Errors for a case that the caller must change, and for a mistake in this package.
@@ -16,18 +20,38 @@ LONGEST_VALUE = 160
 class BadCase(ValueError):
     """The caller asked for something that cannot be checked.
 
-    ``field`` is the argument at fault, ``value`` is what the caller gave, and ``right`` says what
-    would be accepted instead.
+    ``field`` is the argument at fault, ``value`` is what the caller gave, and ``right`` ends the
+    sentence "it should be ...". ``at``: where in the value the mistake is, such as ``['rows']``.
     """
 
-    def __init__(self, field: str, value: object, right: str) -> None:
+    def __init__(self, field: str, value: object, right: str, at: str = "") -> None:
         self.field, self.value, self.right = field, value, right
-        super().__init__(f"{field} = {on_one_line(repr(value))}: {right}")
+        super().__init__(f"{field}{at} is {on_one_line(repr(value))}; it should be {right}")
 
     def __reduce__(self) -> tuple[type[BadCase], tuple[str, str, str]]:
         # Errors cross processes by pickle, and the value may be an unpicklable function. So only
         # the text of the value is pickled.
-        return type(self), (self.field, str(self.value), self.right)
+        value = self.value if isinstance(self.value, str) else Words(self.value)
+        return type(self), (self.field, value, self.right)
+
+
+class Words(str):
+    """Says in words what a value is, which an error shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def of_type(value: object) -> Words:
+    """Words for a value that is too long to be shown."""
+    return Words(f"of type {type(value).__name__}")
+
+
+def one_of(names: Iterable[str], given: object) -> str:
+    """``one of check, run``, and which of these names was probably meant."""
+    known = list(names)
+    near = get_close_matches(str(given), known, 1)
+    return f"one of {', '.join(known)}" + "".join(f"; did you mean {one}?" for one in near)
 
 
 def on_one_line(text: str) -> str:
@@ -45,6 +69,14 @@ def it_raised(error: Exception) -> str:
             "collectives belong in the step)"
         )
     return text
+
+
+def what_is_hidden(folder: Path, text: str) -> str:
+    """Says which file hides a module that the text of an error names, and what to do; else ""."""
+    for name in (*sorted(sys.stdlib_module_names), "cuda", "numpy", "torch"):
+        if (folder / f"{name}.py").is_file() and re.search(rf"['/]{name}\b", text):
+            return f"\n{name}.py, in {folder}, hides a module of Python or torch: rename the file"
+    return ""
 
 
 class SuiteBug(RuntimeError):

@@ -29,9 +29,9 @@ class Shards:
 
 def _equal(examples: int, world_size: int) -> tuple[int, ...]:
     if examples % world_size:
-        right = f"a number of examples that is a multiple of the {world_size} ranks, "
-        right += "or the size of each shard, as in shards='5+3'"
-        raise BadCase("shards", f"equal, of {examples} examples", right)
+        right = f"used with examples whose number is a multiple of the {world_size} ranks, not "
+        right += f"{examples}; or give the size of each shard, as in shards='5+3'"
+        raise BadCase("shards", "equal", right)
     return (examples // world_size,) * world_size
 
 

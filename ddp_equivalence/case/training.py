@@ -148,7 +148,7 @@ def check_training(training: Training, compare: str) -> None:
         raise BadCase("reference", name_of(training.reference), REFERENCE)
     if training.reference is not None and (training.optimizer or training.clip is not None):
         given = "optimizer" if training.optimizer else "clip"
-        right = "nothing beside reference=, which steps with an optimizer of its own"
+        right = "left out beside reference=, which steps with an optimizer of its own"
         raise BadCase(given, name_of(getattr(training, given)), right)
     if compare != "update" and not training.is_plain_sgd:
         names = [name for name in ("optimizer", "clip", "reference") if getattr(training, name)]

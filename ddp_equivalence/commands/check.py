@@ -171,7 +171,7 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     options = user_check.options | _given(arguments, known)
     if unknown := options.keys() - known.keys():
         first = min(unknown, key=str)
-        right = f"options of check(): {', '.join(known)}; {first!r} is none of them"
+        right = f"without {first!r}: the options of check() are {', '.join(known)}"
         raise BadCase("options", options, right)
     examples = None if arguments.examples is None else build.parse(arguments.examples)
     if arguments.explore is not None:
@@ -257,7 +257,7 @@ def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: 
     headline = headline_text(verdict)
     try:
         path = export(verdict.case, step, folder, headline=headline, **options)
-    except (BadCase, OSError) as error:
+    except BadCase as error:
         return f"reproduction: none, {error}"
     return f"reproduction: {path} ({command_of(path)})"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.output import write_json
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.report.text import require_writable_file
+from ddp_equivalence.report.text import require_writable_file, write_file
 
 HELP = "try random cases of the suite itself"
 
@@ -41,5 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     search = exploration.search_suite(arguments.right, arguments.wrong, arguments.seed)
     print("\n".join(["", *search.report(), "", exploration.closing_line(search)]))
-    write_json("json", arguments.json, exploration.as_json(search))
+    if arguments.json is not None:
+        write_file(arguments.json, json.dumps(exploration.as_json(search), indent=1) + "\n")
     return DIFFERENT if any(one.wrong for one in search.judged.values()) else SAME

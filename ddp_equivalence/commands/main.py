@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
 from ddp_equivalence.commands.output import Parser, output, refusal, sigterm_interrupts
-from ddp_equivalence.report.text import width_of
+from ddp_equivalence.report.text import what_is_not_written, width_of
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
@@ -31,7 +30,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _run(command_line: Sequence[str] | None) -> int:
-    parser: argparse.ArgumentParser = Parser(
+    parser = Parser(
         prog="ddp-equivalence",
         description="Does data-parallel training compute the gradients of one big batch?",
     )
@@ -42,8 +41,8 @@ def _run(command_line: Sequence[str] | None) -> int:
     if arguments.command in ("record", "matrix"):  # argparse takes no paths after the options
         arguments.paths += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
-    if rest and arguments.command != "run":  # run gives them to pytest
-        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.command != "run":  # which gives them to pytest
+        commands.choices[arguments.command].refuse(rest)
     arguments.rest = rest
     try:
         width = width_of(sys.stdout, settings.current().width)
@@ -56,9 +55,12 @@ def _run(command_line: Sequence[str] | None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception:
+    except Exception as error:
         # The answer is neither "same" nor "different". Python's own exit code for an error is 1,
         # which would say "different".
+        if text := what_is_not_written(error):
+            print(f"ddp-equivalence {arguments.command}: {text}", file=sys.stderr)
+            return BAD_INPUT
         traceback.print_exc()
         return NOT_JUDGED
     finally:

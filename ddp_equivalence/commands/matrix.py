@@ -36,7 +36,7 @@ from ddp_equivalence.commands.record import add_checks, asked
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 from ddp_equivalence.gate.record import NAME as NAME_OF_RECORD
 from ddp_equivalence.gate.record import read_record, standard_name
-from ddp_equivalence.report.text import painted, plural, require_writable_folder
+from ddp_equivalence.report.text import painted, plural, require_writable_folder, write_file
 
 if TYPE_CHECKING:
     from ddp_equivalence.gate.judge import Judgement, Policy
@@ -89,6 +89,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a file with what your checks need beside torch, as for pip",
     )
     parser.add_argument("--policy", type=Path, metavar="FILE", help="as for `gate`")
+    parser.add_argument("--full", action="store_true", help="as for `gate`")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,9 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ddp_equivalence.gate.judge import read_policy
 
     if bool(arguments.with_) == bool(arguments.bisect):
-        raise BadCase("with", ", ".join(arguments.with_), "either --with or --bisect, and not both")
+        right = "given, or else --bisect, and not both"
+        raise BadCase("with", ", ".join(arguments.with_) or None, right)
     if not (arguments.paths or arguments.observe or arguments.suite):
-        raise BadCase("PATH", "", "checks of your own, or --suite")
+        raise BadCase("PATH", None, "checks of your own; or give --suite")
     file: Path | None = arguments.requirements
     if file is not None and not file.is_file():
         raise BadCase("requirements", str(file), "a file that exists")
@@ -155,10 +157,10 @@ def wanted(texts: Sequence[str]) -> list[Wanted]:
             if not all(map(REQUIREMENT.match, requirements)):
                 raise BadCase("with", text, RIGHT)
             if Wanted(requirements) in found:
-                raise BadCase("with", Wanted(requirements).name, "each environment once")
+                raise BadCase("with", Wanted(requirements).name, "given once")
             found.append(Wanted(requirements))
     if len(found) == 1:
-        raise BadCase("with", found[0].name, f"two or more; {PRESENT} is the environment of now")
+        raise BadCase("with", found[0].name, f"given with another one; {PRESENT} is that of now")
     return found
 
 
@@ -171,11 +173,11 @@ def between(text: str) -> list[Wanted]:
     for version in (match["first"], match["last"]):
         if version not in released:
             known = ", ".join(released[-8:]) or "none"
-            right = f"versions that the index has; {version} is none of them (the last are {known})"
+            right = f"of versions that the index has; {version} is none (the last are {known})"
             raise BadCase("bisect", text, right)
     begin, end = released.index(match["first"]), released.index(match["last"])
     if begin >= end:
-        right = f"a first version that is older than the last one; {RIGHT_RANGE}"
+        right = f"such that the first version is older than the last one: {RIGHT_RANGE}"
         raise BadCase("bisect", text, right)
     return [Wanted((f"{match['name']}=={one}",)) for one in released[begin : end + 1]]
 
@@ -346,7 +348,8 @@ class Matrix:
         """Print the report, and return the level."""
         from ddp_equivalence.gate.outputs import report
 
-        print(f"\n{painted(report(judgement), sys.stdout)}", end="", flush=True)
+        text = painted(report(judgement, self._arguments.full), sys.stdout)
+        print(f"\n{text}", end="", flush=True)
         return judgement.level
 
     def _is_recorded(self, one: Wanted) -> bool:
@@ -421,7 +424,7 @@ class Matrix:
         seconds = time.monotonic() - started
         says = {SAME: "everything passed", DIFFERENT: "something failed"}
         print(f"{one.name}: {says.get(code, 'cut off')} in {seconds:.0f} s ({log})", flush=True)
-        self._beside(one, "made_as.json").write_text(json.dumps(self._how(one)))
+        write_file(self._beside(one, "made_as.json"), json.dumps(self._how(one)))
         if not self._is_recorded(one):
             printed = log.read_text(errors="replace").strip().splitlines()
             self._failed[one.name] = "\n".join(printed[-LAST_LINES:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn, TextIO, cast
 
-from ddp_equivalence.case.errors import BadCase, on_one_line
+from ddp_equivalence.case.errors import BadCase, Words, on_one_line, one_of
 from ddp_equivalence.commands.exit_codes import BAD_INPUT
 from ddp_equivalence.report.text import HANDLER, wrapped
 
@@ -200,29 +199,48 @@ def exit_code_of(
             raise
 
 
-def write_json(field: str, path: Path | None, content: object) -> None:
-    """Write the file if a path is given. Raises BadCase if that fails after all."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise BadCase(field, str(path), f"a file that can be written; {error.strerror}") from error
-
-
 # Bad input on the command line.
+
+
+ALONE = re.compile("argument (.+): expected (.+)")
+NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
 
 
 class Parser(argparse.ArgumentParser):
     """Says in a few lines what is wrong, where argparse prints all options before it."""
 
     def error(self, message: str) -> NoReturn:
-        text = f"{message.rstrip('.')}. See {self.prog} --help."
+        message = ALONE.sub(r"\1 is without a value; it should be followed by \2", message)
+        end = "" if message.endswith("?") else "."
+        text = f"{message.rstrip('.')}{end} See {self.prog} --help."
         self.exit(BAD_INPUT, "\n".join([f"{self.prog}: bad input", *wrapped(text, "  ", "  "), ""]))
+
+    def refuse(self, words: Sequence[str]) -> None:
+        """Ends the process if there are words which no argument takes."""
+        for word in words:
+            options = [one for one in self._option_string_actions if word.startswith("-")]
+            near = one_of(options, word.partition("=")[0]).partition(";")[2]
+            self.error(f"{word} is no argument of {self.prog}" + (near and f";{near}"))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self._refuse_value(action, value, one_of(map(str, action.choices), value))
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError:
+            if action.type not in NUMBERS:
+                raise
+            self._refuse_value(action, text, NUMBERS[action.type])
+
+    def _refuse_value(self, action: argparse.Action, value: object, right: str) -> NoReturn:
+        name = action.option_strings[-1] if action.option_strings else action.metavar
+        self.error(f"{name} is {_shown(value)}; it should be {right}")
 
 
 def refusal(error: BadCase, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
-    """``--nodes 2 should be 1: ...`` if the field was given as an option or argument.
+    """``--nodes is 2; it should be 1: ...`` if the field was given as an option or argument.
 
     For any other field, such as one of a user's own Case, it is the text of the error. ``parser``:
     that of the command.
@@ -235,17 +253,18 @@ def refusal(error: BadCase, parser: argparse.ArgumentParser, arguments: argparse
         if error.field not in names - {""}:
             continue
         given = getattr(arguments, action.dest, None)
-        if error.value is None and given is None:
-            return f"{option} is missing: {error.right}"
+        if error.value is None and not given:
+            return f"{option or shown} is missing; it should be {error.right}"
         if given == action.default or (action.nargs == 0 and given is not action.const):
             continue  # it comes from elsewhere, or from the switch that says the opposite
         value = given if isinstance(given, str) else error.value
-        words = [option] * bool(option) + [_shown(value)] * (action.nargs != 0)
-        return f"{' '.join(words)} should be {error.right}"
+        is_so = "" if action.nargs == 0 else f" is {_shown(value)}; it"
+        return f"{option or error.field}{is_so} should be {error.right}"
     return str(error)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return on_one_line(" ".join(map(_shown, value)))
-    return on_one_line(shlex.quote(value) if isinstance(value, str) else str(value))
+    is_given = isinstance(value, str) and not isinstance(value, Words)
+    return on_one_line(shlex.quote(str(value)) if is_given else str(value))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import errno
 import hashlib
 import os
 import resource
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -19,8 +21,8 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.output import exit_code_of
 from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, cache_folder, suite_folder
-from ddp_equivalence.gate.record import NAME, OF_SUITE, SCHEMA, Recorded, RecordWriter
-from ddp_equivalence.report.text import require_writable_folder
+from ddp_equivalence.gate.record import CANNOT_WRITE, NAME, OF_SUITE, SCHEMA, Recorded, RecordWriter
+from ddp_equivalence.report.text import NotWritten, require_writable_folder
 
 NOTHING_COLLECTED = 5
 """Pytest's exit code where there is no test."""
@@ -81,22 +83,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the record. Raises BadCase for input that cannot be right, before anything runs."""
     out: Path = arguments.out
     if out.exists():
-        raise BadCase("OUT", str(out), "a folder that does not exist yet: a record is never mixed")
+        raise BadCase("OUT", str(out), "a folder that does not exist yet: no record is mixed")
     require_writable_folder("OUT", out)
     every = [*arguments.paths, *arguments.observe]
     twice = next((text for text in every if every.count(text) > 1), None)
     if twice is not None:
-        raise BadCase("PATH", twice, "each check once")
+        raise BadCase("PATH", twice, "given once")
     if not arguments.n.isdecimal() and arguments.n not in ("auto", "logical"):
         raise BadCase("n", arguments.n, "a number of workers, or auto")
     if not (arguments.suite or every):
-        raise BadCase("PATH", "", "checks of your own beside --no-suite, or the suite")
+        raise BadCase("PATH", None, "checks of your own beside --no-suite")
     paths = [given(text) for text in arguments.paths]
     out.mkdir(parents=True)
     path = (out / NAME).resolve()
     started = time.monotonic()
-    _write_begin(RecordWriter(path), arguments)
+    try:
+        _write_begin(RecordWriter(path), arguments)
+    except NotWritten:
+        shutil.rmtree(out)
+        raise
     codes = list(_runs(arguments, paths, path))
+    if CANNOT_WRITE in codes:
+        raise NotWritten(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out / NAME))
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     RecordWriter(path).write(  # a writer goes on after the lines that it found at its start
         "end",
@@ -120,10 +128,10 @@ def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[
     """
     paths, observed = earlier.asked_for("paths"), earlier.asked_for("observed")
     if not earlier.suite:
-        raise BadCase("record", earlier.name, "a record that says what it is of")
+        raise BadCase("record", earlier.name, "a record that says what it is of: record it again")
     for path in paths:
         if not Path(path.partition(":")[0]).resolve().is_relative_to(Path.cwd()):
-            right = "a record of files in this folder: call `record` yourself for others"
+            right = "one of files in this folder: call `record` yourself for others"
             raise BadCase("record", earlier.name, f"{right}; this one is of {path!r}")
     if sorted(observed) != sorted(commands):
         right = "the commands of the record, each of which will be run: "
@@ -161,7 +169,12 @@ def _runs(arguments: argparse.Namespace, paths: Sequence[Given], record: Path) -
         with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
             Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
             plugin = ["-p", "ddp_equivalence.commands.given_checks"]
-            words = [*pytest, nothing, f"--rootdir={nothing}", *plugin, *common]
+            alone = [
+                "--rootdir=.",
+                f"--confcutdir={nothing}",
+                f"--config-file={nothing}/pytest.ini",
+            ]
+            words = [*pytest, nothing, *alone, *plugin, *common]
             environment = {**os.environ, **variable(files, arguments.observe)}
             yield exit_code_of(words, Path.cwd(), environment)
 
@@ -208,7 +221,7 @@ def given(text: str) -> Given:
         raise BadCase("PATH", text, "a folder, or a file of Python")
     is_test = path.name.startswith("test_") or path.stem.endswith("_test")
     if colons and not is_test:
-        raise BadCase("PATH", text, f"{name}:STEP for a step of a file for `check`")
+        raise BadCase("PATH", text, f"{name}:STEP, as for `check`: only tests are named by ::")
     return Given(text, path, path.is_dir() or (is_test and not step))
 
 

@@ -99,7 +99,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
         require_writable_file(name, getattr(arguments, name))
     policy = read_policy(arguments.policy)
     if arguments.against_now is None and len(arguments.records) == 1:
-        raise BadCase("RECORD", str(arguments.records[0]), "two records, or one and --against-now")
+        raise BadCase("RECORD", str(arguments.records[0]), "two records, or have --against-now")
     records = list(map(read_record, arguments.records))
     if arguments.against_now is not None:
         record_again(records[-1], arguments.against_now, arguments.n, arguments.observe)

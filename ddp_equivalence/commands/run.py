@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, Words
 from ddp_equivalence.commands.suite_folder import (
     OPTIONS_OF_SUITE,
     cache_folder,
@@ -124,7 +124,8 @@ def _folder_of_records(given: Path | None) -> Path | None:
         return None
     if given is OF_THE_CHECKOUT:
         if not is_checkout():
-            raise BadCase("record", "", "--record DIR, because the suite is not in a checkout here")
+            value = Words("without a folder")
+            raise BadCase("record", value, "--record DIR: the suite is not in a checkout here")
         given = suite_folder() / given
     require_writable_folder("record", given)
     return given.resolve()

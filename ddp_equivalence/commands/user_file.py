@@ -6,12 +6,13 @@ import importlib.util
 import sys
 import traceback
 from dataclasses import dataclass, field
+from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ddp_equivalence.case.case import Case
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, Words, of_type, one_of, what_is_hidden
 from ddp_equivalence.strategies import STRATEGIES
 
 CONVENTION = (
@@ -37,24 +38,27 @@ def load(path: Path, name: str) -> UserCheck:
 
     Raises BadCase if the file raises an error, or has no such step or no case.
     """
-    if not name:
-        raise BadCase("NAME", name, CONVENTION)
     module = _run_file(path)
     step = getattr(module, name, None)
     if isinstance(step, Case):
-        raise BadCase("NAME", name, f"the name of a step: {name} is a Case; {CONVENTION}")
+        raise BadCase("NAME", name, f"a step: {name} is a Case; write {CONVENTION}")
     case, options = getattr(module, "case", None), getattr(module, "options", {})
     if isinstance(step, list | tuple) and len(step) in (2, 3) and isinstance(step[0], Case):
         case, step, options = step if len(step) == 3 else (*step, options)
     if not isinstance(options, dict):
         raise BadCase("options", options, "a dict of keyword arguments of check()")
     if not isinstance(case, Case):
-        value = "none" if case is None else type(case).__name__
-        raise BadCase("case", value, f"a Case in {path.name}: {CONVENTION}")
+        value = Words("missing") if case is None else of_type(case)
+        raise BadCase("case", value, f"a Case in {path.name}: write {CONVENTION}")
     if step is None and name in STRATEGIES:
         step = name
     if step is None:
-        raise BadCase("NAME", name, f"the name of a step in {path.name}: {CONVENTION}")
+        from ddp_equivalence.measurement.work import why_not_a_step
+
+        own = [one for one in vars(module).values() if isfunction(one) and not why_not_a_step(one)]
+        steps = [one.__name__ for one in own if one.__module__ == module.__name__]
+        right = one_of(steps, name) if steps else f"or write {CONVENTION}"
+        raise BadCase("NAME", name, f"a step in {path.name}, {right}")
     return UserCheck(case, step, options)
 
 
@@ -73,7 +77,7 @@ def _run_file(path: Path) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         end = "".join(traceback.format_exception(error)[-4:]).rstrip()
-        raise BadCase(
-            "FILE", str(path), f"a file that can be imported; it raised:\n{end}"
-        ) from error
+        right = f"a file that can be imported; it raised:\n{end}"
+        hidden = what_is_hidden(path.resolve().parent, end)
+        raise BadCase("FILE", str(path), right + hidden) from error
     return module

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, one_of
 from ddp_equivalence.faults.fault import Fault
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def fault_named(name: str) -> Fault:
     from ddp_equivalence.faults import FAULTS
 
     if name not in FAULTS:
-        raise BadCase("plant", name, f"one of {', '.join(FAULTS)}")
+        raise BadCase("plant", name, one_of(FAULTS, name))
     return FAULTS[name]
 
 

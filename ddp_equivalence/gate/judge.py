@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, Words, one_of
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.gate.finding import (
     KINDS,
@@ -185,17 +185,18 @@ def _ratios(table: Mapping[str, Any]) -> dict[str, float]:
 
 def _exceptions(entries: Any) -> Iterator[PolicyException]:
     if not isinstance(entries, list):
-        raise BadCase("exceptions", entries, "tables, each under [[exceptions]]")
+        raise BadCase("exceptions", entries, "a list of tables, each under [[exceptions]]")
     for number, entry in enumerate(entries, start=1):
         here = f"exceptions[{number}]"
         if not isinstance(entry, dict):
             raise BadCase(here, entry, "a table")
         _require_known(here, entry, ("finding", "of", "level", "reason", "until"))
         if entry.get("finding", "*") not in (*KINDS, "*"):
-            raise BadCase(f"{here}.finding", entry["finding"], f"* or one of {', '.join(KINDS)}")
+            wrong = entry["finding"]
+            raise BadCase(f"{here}.finding", wrong, f"* or {one_of(KINDS, wrong)}")
         reason, until = entry.get("reason"), entry.get("until")
         if not isinstance(reason, str) or not reason.strip():
-            raise BadCase(f"{here}.reason", reason, "why it is an exception, in words")
+            raise BadCase(f"{here}.reason", reason, "a text that says why it is an exception")
         if until is not None and type(until) is not date:
             raise BadCase(f"{here}.until", until, "a day, such as 2027-01-31, without quotes")
         of = entry.get("of")
@@ -208,7 +209,9 @@ def _exceptions(entries: Any) -> Iterator[PolicyException]:
 def _require_known(where: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in table:
         if name not in known:
-            raise BadCase(where, name, f"only these names: {', '.join(known)}")
+            raise BadCase(
+                where, Words(f"a table with {name!r}"), f"a table with {one_of(known, name)}"
+            )
 
 
 # What has changed around the tests: defaults, packages, variables and the machine.

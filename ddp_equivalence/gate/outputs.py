@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from ddp_equivalence.gate.finding import KINDS, LEVELS, Finding, Level
 from ddp_equivalence.gate.judge import Judgement
 from ddp_equivalence.gate.record import Recorded
-from ddp_equivalence.report.text import Line, Style, annotation, plural
+from ddp_equivalence.report.text import Line, Style, annotation, plural, write_file
 
 # What the gate found, for other programs: GitHub and GitLab, JUnit readers, and JSON.
 
@@ -24,8 +24,8 @@ def write_markdown(judgement: Judgement, path: Path) -> None:
     """A comment for a pull request, or a step summary of GitHub Actions. It is added to the file,
     since GitHub gives a file that other steps have written to.
     """
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n".join(_markdown(judgement)) + "\n")
+    before = path.read_bytes().decode() if path.is_file() else ""
+    write_file(path, before + "\n".join(_markdown(judgement)) + "\n")
 
 
 def _markdown(judgement: Judgement) -> Iterator[str]:
@@ -96,7 +96,7 @@ def write_junit(judgement: Judgement, path: Path) -> None:
         _case(suite, name, findings, 0.0)
     suite.set("tests", str(len(suite)))
     suite.set("failures", str(sum(case.find("failure") is not None for case in suite)))
-    ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)
+    write_file(path, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
 
 
 def _case(
@@ -115,7 +115,7 @@ def _case(
 
 def write_json(judgement: Judgement, path: Path) -> None:
     """All findings, for another program."""
-    path.write_text(json.dumps(as_json(judgement), indent=1, allow_nan=False) + "\n")
+    write_file(path, json.dumps(as_json(judgement), indent=1, allow_nan=False) + "\n")
 
 
 def as_json(judgement: Judgement) -> dict[str, Any]:

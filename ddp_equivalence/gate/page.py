@@ -19,6 +19,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.gate.judge import Judgement, Policy, judge
 from ddp_equivalence.gate.outputs import colour_of, printable, title
 from ddp_equivalence.gate.record import Recorded, RecordedCheck
+from ddp_equivalence.report.text import write_file
 
 MOST_FAILING = 50
 """So many checks that are not as expected are shown whole."""
@@ -54,7 +55,7 @@ def write_page(
         rows=list(_rows(records)),
         made=today.isoformat(),
     )
-    path.write_text(text, encoding="utf-8")
+    write_file(path, text)
 
 
 def _shown(value: object) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.gate.record import Recorded
 from ddp_equivalence.ranks.backend_names import LANES
+from ddp_equivalence.report.text import write_file
 
 SCHEMA = 1
 LARGEST = 16 << 20
@@ -55,7 +56,7 @@ def receipt_of(record: Recorded, key: str) -> dict[str, Any]:
 
 def write_receipt(record: Recorded, path: Path, key: str) -> None:
     """Write the receipt of a record."""
-    path.write_text(json.dumps(receipt_of(record, key), indent=1) + "\n")
+    write_file(path, json.dumps(receipt_of(record, key), indent=1) + "\n")
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
         raise BadCase("receipt", str(path), right)
     if found["schema"] > SCHEMA:
-        raise BadCase("receipt", str(path), f"version {SCHEMA}; this is {found['schema']}")
+        raise BadCase("receipt", str(path), f"of version {SCHEMA}; this is {found['schema']}")
     return found
 
 

@@ -4,17 +4,20 @@ noise.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.report.text import NotWritten
 
 # What is known of a recorded run.
 
@@ -131,20 +134,22 @@ def read_record(folder: Path) -> Recorded:
     """
     path = folder / NAME if folder.is_dir() else folder
     if not path.is_file():
-        raise BadCase("record", str(folder), f"a folder with {NAME}, as `record` writes it")
+        raise BadCase("record", str(folder), f"a folder with {NAME} in it, as `record` writes it")
     found = Recorded(folder.name or str(folder))
     for number, line in enumerate(read_lines(path)):
         if number == 0:
             _require_schema(path, line)
         elif line["kind"] == "record" or found.end is not None:
-            raise BadCase("record", str(path), "one record, and nothing after its end")
+            raise BadCase("record", str(path), f"one record, with nothing after its end; {AGAIN}")
         try:
             _take(found, line)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            right = f"fields as version {SCHEMA} has them, also in line {number + 1}; {error!r}"
+            is_missing = isinstance(error, KeyError)
+            wrong = f"{error} is missing" if is_missing else f"a field is wrong ({error})"
+            right = f"one of version {SCHEMA}: in line {number + 1} {wrong}; {AGAIN}"
             raise BadCase("record", str(path), right) from error
     if not found.facts:
-        raise BadCase("record", str(path), "a record that has begun; this file is empty")
+        raise BadCase("record", str(path), "one that holds a record; this file is empty")
     return found
 
 
@@ -153,7 +158,7 @@ def _require_schema(path: Path, line: Mapping[str, Any]) -> None:
     if line["kind"] != "record" or not isinstance(schema, int):
         raise BadCase("record", str(path), "a file whose first line says that it is a record")
     if schema > SCHEMA:
-        right = f"version {SCHEMA} or earlier: a later ddp_equivalence wrote version {schema}"
+        right = f"of version {SCHEMA} or earlier: a later ddp_equivalence wrote version {schema}"
         raise BadCase("record", str(path), right)
 
 
@@ -258,8 +263,11 @@ READERS: Mapping[str, Callable[[Any], Any]] = {
 SCHEMA = 2
 """The version of this format. It grows by one when a field changes its meaning or goes."""
 
-NAME = "record.jsonl"
-"""The name of the file in the folder of a record."""
+NAME, AGAIN = "record.jsonl", "record it again"
+"""The name of the file in the folder of a record, and what to do about one that cannot be read."""
+
+CANNOT_WRITE = 74
+"""Pytest's exit code where it could not write to a record."""
 
 LONGEST_LINE = 1 << 20
 LARGEST_FILE = 256 << 20
@@ -280,12 +288,19 @@ class RecordWriter:
             os.truncate(path, length)  # without a line that was cut off
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Add one line, of which a reader sees all or nothing."""
+        """Add one line, of which a reader sees all or nothing. Raises NotWritten."""
         line = {"kind": kind, **fields}
         self._hash = line[HASH] = _hash_of(line, self._hash)
-        text = json.dumps(line, allow_nan=False, ensure_ascii=True)
-        with self._path.open("a", encoding="ascii") as file:
-            file.write(f"{text}\n")
+        text = json.dumps(line, allow_nan=False, ensure_ascii=True).encode() + b"\n"
+        end = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                if file.write(text) < len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self._path, end)
+            raise NotWritten(error.errno, error.strerror, str(self._path)) from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -306,23 +321,26 @@ def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         while text := file.readline(LONGEST_LINE + 1):
             number += 1
             if len(text) > LONGEST_LINE:
-                _refuse(path, f"lines of at most {LONGEST_LINE >> 10} KiB, also line {number}")
+                _refuse(
+                    path,
+                    f"made of lines of at most {LONGEST_LINE >> 10} KiB; line {number} is longer",
+                )
             if not text.endswith(b"\n"):
                 return  # the run was killed while it wrote this line
             line = _parsed(path, number, text)
             if line.get(HASH) != _hash_of(line, known):
-                right = f"lines as they were written: line {number} or one before it was changed"
+                right = f"as it was written: line {number} or one before it was changed; {AGAIN}"
                 _refuse(path, right)
             known = line[HASH]
             yield line, file.tell()
 
 
 def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    right = f"JSON with an object in each line, also in line {number}"
+    right = f"a file with an object of JSON in each line; line {number} is none"
     try:
         line = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"{right}; {str(error)[:80]}")
+        _refuse(path, f"{right}: {str(error)[:80]}")
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         _refuse(path, right)
     return line

@@ -282,6 +282,9 @@ class SecondRun:
     needs_fresh_ranks: bool = False
 
 
+ONE_LOOK = "each step runs once here (--explore, --ddp-no-second-look or second_look=False)"
+
+
 def observe(
     ranks: RankSet,
     request: Request,
@@ -296,7 +299,7 @@ def observe(
     if request.in_process:
         return SecondRun(why_not="rank 0 was the process that you started (in_process)")
     if not request.second_look:
-        return SecondRun(why_not="this run forbids it (--ddp-no-second-look, second_look=False)")
+        return SecondRun(why_not=ONE_LOOK)
     if ranks.broken:
         return SecondRun(needs_fresh_ranks=True)
     try:

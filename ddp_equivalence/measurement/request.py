@@ -16,7 +16,7 @@ import torch
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.case import Case, name_of, no_loss
-from ddp_equivalence.case.errors import BadCase, is_number, whole_number, whole_numbers
+from ddp_equivalence.case.errors import BadCase, is_number, one_of, whole_number, whole_numbers
 from ddp_equivalence.case.layouts import Layout, parse
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.random_state import SEEDS, Seeds
@@ -131,7 +131,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         raise _no_case(case, step)
     strategy = _strategy_of(step)
     if compare not in COMPARES:
-        raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
+        raise BadCase("compare", compare, one_of(COMPARES, compare))
     training = training_of(options, compare)
     _check_training_of(case, strategy, training, now.plant)
     deadline, collective_deadline = deadlines_of(
@@ -139,7 +139,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     )
     steps = steps_of(options.get("steps", 1))
     if case.exact and (compare == "update" or steps != 1):
-        right = "a check of one step's gradients: with SGD steps the weights leave the integers"
+        right = "left out, or used with compare='gradients': SGD steps leave the integers"
         raise BadCase("exact", True, right)
     lane = lane_of(case, strategy, now.backend if backend is None else backend, now.must_run)
     _check_batch(case, strategy, now.plant)
@@ -170,14 +170,14 @@ def _check_training_of(
         right = f"a step of your own: {strategy.name} is compared with plain SGD"
         raise BadCase("step", strategy.name, right)
     if case.loss is no_loss and (training.reference is None or strategy is not None or plant):
-        right = "(model, batch) -> scalar tensor; only a check with reference= needs none"
+        right = "a function (model, batch) -> scalar tensor; only with reference= none is needed"
         raise BadCase("loss", None, right)
 
 
 def _check_batch(case: Case, strategy: Strategy | None, plant: str) -> None:
     """The strategy, or the fault that is planted, must be able to take the batch apart."""
     if strategy is not None and case.shards == OWN:
-        right = f"shards dealt to the ranks: {strategy.name} does not choose examples itself"
+        right = f"such as 'equal': {strategy.name} does not choose examples itself"
         raise BadCase("shards", OWN, right)
     if strategy is not None and case.batch_dims is not None:
         right = f"None, or a step of your own: {strategy.name} takes examples along dim 0"
@@ -200,8 +200,8 @@ def _strategy_of(step: object) -> Strategy | None:
     strategy = STRATEGIES.get(step) if isinstance(step, str) else None
     if strategy is None:
         if not callable(step):
-            names = ", ".join(STRATEGIES)
-            raise BadCase("step", step, f"a function (model, shard, rank), or one of {names}")
+            right = f"a function (model, shard, rank), or {one_of(STRATEGIES, step)}"
+            raise BadCase("step", step, right)
         if wrong := why_not_a_step(step):
             raise BadCase("step", name_of(step), wrong)
     return strategy
@@ -297,7 +297,7 @@ def training_of(options: CheckOptions, compare: Compare) -> Training:
     check_training(training, compare)
     if "lr" in options and (training.optimizer or training.reference):
         given = "optimizer" if training.optimizer else "reference"
-        raise BadCase("lr", lr, f"none: the learning rate is that of {given}=")
+        raise BadCase("lr", lr, f"left out: the learning rate is that of {given}=")
     return training
 
 
@@ -305,7 +305,7 @@ def seeds_of(options: CheckOptions, own_step: bool) -> Seeds:
     """How the ranks are seeded. Strategies of the catalogue are all seeded alike."""
     seeds = options.get("seeds")
     if seeds is not None and seeds not in SEEDS:
-        raise BadCase("seeds", seeds, f"one of {', '.join(SEEDS)}")
+        raise BadCase("seeds", seeds, one_of(SEEDS, seeds))
     return seeds or ("apart" if own_step else "alike")
 
 
@@ -417,7 +417,7 @@ def _require(lane: str, case: Case, strategy: Strategy) -> None:
     """Raises CannotRunHere if this machine lacks the lane for the case."""
     reason = missing(lane, case.ranks.world_size, strategy.gpus_per_rank)
     if reason is not None:
-        right = f"{strategy.name} {reason}"
+        right = f"one that this machine can run: {strategy.name} {reason}"
         raise CannotRunHere("layout", case.layout, right, lane, case.layout, reason)
 
 

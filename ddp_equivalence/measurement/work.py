@@ -140,9 +140,9 @@ RIGHT = "a function (model, shard, rank), or (model, rank) that returns a functi
 def why_not_a_step(step: Callable[..., object]) -> str:
     """Says what would be right, if this cannot be called as a step; "" if it may be."""
     if inspect.iscoroutinefunction(step):
-        return f"{RIGHT}: a plain function; this one is a coroutine, which nobody awaits"
+        return f"{RIGHT}; this one is a coroutine, which nobody awaits"
     if inspect.isgeneratorfunction(step):
-        return f"{RIGHT}: a plain function; this one is a generator, whose body would never run"
+        return f"{RIGHT}; this one is a generator, whose body would never run"
     if hasattr(step, "__signature__"):
         return ""  # it says what its author likes
     if is_prepared(step):

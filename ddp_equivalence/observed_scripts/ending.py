@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from ddp_equivalence.case.errors import what_is_hidden
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.measurement.calls import CodeLine, is_shown, is_users
 from ddp_equivalence.observed_scripts.in_script.recorder import STACKS
@@ -47,7 +48,8 @@ def failed(record: Record, end: Ending | None) -> ScriptFailed:
             f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
             "such as a teacher, let it do that in a run of its own before this one."
         )
-    return ScriptFailed(f"{end.sentence}.{alone} It printed last:\n{end.printed}")
+    hidden = what_is_hidden(Path.cwd(), end.printed)
+    return ScriptFailed(f"{end.sentence}.{alone} It printed last:\n{end.printed}{hidden}")
 
 
 SECONDS_APART = 1.0

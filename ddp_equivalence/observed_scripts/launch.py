@@ -244,7 +244,7 @@ OPTIONS = (
 OF_OPTION = re.compile(rf"^-{{0,2}}({'|'.join(map(re.escape, OPTIONS))})(=(?P<value>.*))?$")
 
 RIGHT = (
-    "the command that trains in one process, given with --one-process: no number of processes was "
+    "one that trains in one process, given with --one-process: no number of processes was "
     "found in this one"
 )
 

@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, one_of
 
 PRECISIONS = ("auto", "float64", "own")
 
@@ -110,7 +110,7 @@ class Options:
         if not _is_whole(self.from_step) or self.from_step < 0:
             raise BadCase("from_step", self.from_step, "a number of optimizer steps, from 0")
         if self.precision not in PRECISIONS:
-            raise BadCase("precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+            raise BadCase("precision", self.precision, one_of(PRECISIONS, self.precision))
         if not _is_whole(self.as_cpu) or self.as_cpu < -1:
             raise BadCase("as_cpu", self.as_cpu, "a number of devices, 0 for none, or -1")
         if not (isinstance(self.deadline, int | float) and 0 < self.deadline < math.inf):
@@ -165,7 +165,7 @@ def _require_plantable(name: str) -> None:
     intact = Fault("", "").break_torch
     in_torch = [fault.name for fault in FAULTS.values() if fault.break_torch is not intact]
     if name not in in_torch:
-        raise BadCase("plant", name, f"a fault that lies in torch, one of {', '.join(in_torch)}")
+        raise BadCase("plant", name, f"a fault that lies in torch, {one_of(in_torch, name)}")
 
 
 def _is_whole(value: object) -> bool:

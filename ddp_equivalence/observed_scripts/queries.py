@@ -15,6 +15,7 @@ from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.observed_scripts.options import Options
 from ddp_equivalence.observed_scripts.record import Piece, Step, read_whole
+from ddp_equivalence.report.text import write_file
 
 VARIABLE = "DDP_EQUIVALENCE_OBSERVE"
 """The environment variable that names the file with ``Instructions``."""
@@ -69,7 +70,7 @@ class Instructions:
 
     def write(self, path: Path) -> None:
         """Write it where ``read`` finds it."""
-        path.write_bytes(pickle.dumps(self))
+        write_file(path, pickle.dumps(self))
 
     @classmethod
     def read(cls, path: Path) -> Instructions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shlex
@@ -29,7 +30,15 @@ from ddp_equivalence.observed_scripts.script_step import ScriptStep
 from ddp_equivalence.report.numbers import parameters_lines
 from ddp_equivalence.report.render import full_lines, pointed_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
-from ddp_equivalence.report.text import Line, Style, encodable, labelled, paragraph, plural
+from ddp_equivalence.report.text import (
+    Line,
+    Style,
+    encodable,
+    labelled,
+    paragraph,
+    plural,
+    write_file,
+)
 from ddp_equivalence.report.verdict import Outcome, Verdict
 
 GUARANTEE = (
@@ -239,7 +248,7 @@ SCHEMA = 1
 
 def write_json(observed: Observed, path: Path) -> None:
     """Write everything that a program may want to know of an observed script."""
-    path.write_text(f"{json.dumps(as_json(observed), indent=1, allow_nan=False)}\n")
+    write_file(path, f"{json.dumps(as_json(observed), indent=1, allow_nan=False)}\n")
 
 
 def as_json(observed: Observed) -> dict[str, Any]:
@@ -355,9 +364,10 @@ def export(step: ScriptStep, folder: Path, headline: str, command: str, one_proc
         "own_gradients": step.gradients_of_ranks(OWN),
         "rows": [[dict(rows.all_tensors()) for rows in one.read_rows] for one in ranks],
     }
-    torch.save(found, folder / "step.pt")
-    script = folder / "compare.py"
-    script.write_text(SHOW)
+    script, saved = folder / "compare.py", io.BytesIO()
+    torch.save(found, saved)
+    write_file(folder / "step.pt", saved.getvalue())
+    write_file(script, SHOW)
     return script
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -55,7 +56,7 @@ from ddp_equivalence.observed_scripts.script_step import (
 )
 from ddp_equivalence.report.record import tell
 from ddp_equivalence.report.render import headline_text
-from ddp_equivalence.report.text import Line, Style, labelled, plural
+from ddp_equivalence.report.text import Line, NotWritten, Style, labelled, plural
 from ddp_equivalence.report.verdict import Verdict
 
 SECONDS_TO_EXPLAIN = 30.0
@@ -244,8 +245,13 @@ class ScriptObservation:
         if self.options.export is None or step.oracle is None:
             return
         folder, alone = Path(self.options.export), shlex.join(step.oracle.script.command)
-        script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
-        self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
+        try:
+            script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
+            note = f"the step is in {folder}; python {script} compares what it holds"
+        except NotWritten as error:
+            shutil.rmtree(folder)
+            note = f"the step is not in {folder}: {error.filename}: {error.strerror}"
+        self.notes.append(note)
 
     def _look_closer(self, step: ScriptStep, analysis: AnalysisOfScript) -> SecondRun:
         """Let the ranks run again, and watch them; once, as the same lines make all steps."""
@@ -342,7 +348,11 @@ def _observation(command: Command, given: ObserveOptions) -> Iterator[ScriptObse
     if options.keep is not None:
         kept = Path(options.keep)
         kept.mkdir(parents=True)
-        yield ScriptObservation(words, replace(options, keep=None), kept.resolve())
+        try:
+            yield ScriptObservation(words, replace(options, keep=None), kept.resolve())
+        except OSError:  # such as a full disk: what is there is of no use
+            shutil.rmtree(kept)
+            raise
         return
     with tempfile.TemporaryDirectory(prefix="observed-", ignore_cleanup_errors=True) as folder:
         yield ScriptObservation(words, options, Path(folder).resolve())

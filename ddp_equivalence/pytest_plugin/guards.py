@@ -126,7 +126,7 @@ class Planting:
         try:
             self._fault = fault_named(name)
         except BadCase as error:
-            raise pytest.UsageError(f"--plant {name}: {error}") from error
+            raise pytest.UsageError(f"--plant is {name}; it should be {error.right}") from error
         self._noticed, self._missed = list[str](), list[str]()
         self._never_fired: list[bool] = []
         """For each test in which the fault did no damage: whether it failed."""

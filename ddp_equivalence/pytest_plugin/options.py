@@ -33,7 +33,7 @@ def _seconds(text: str, or_none: bool = False) -> float:
     except ValueError:
         value = math.nan
     if right := _right_seconds(value, or_none):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected {right}")
+        raise argparse.ArgumentTypeError(f"it is {text}; it should be {right}")
     return value
 
 
@@ -140,12 +140,12 @@ def check_options(config: pytest.Config) -> None:
     of_collective = config.getoption("--ddp-collective-deadline")
     if of_collective is not None and of_collective >= deadline:
         raise pytest.UsageError(
-            f"--ddp-collective-deadline {of_collective:g}: must be below "
-            f"--ddp-deadline {deadline:g}"
+            f"--ddp-collective-deadline is {of_collective:g}; it should be below "
+            f"--ddp-deadline, which is {deadline:g}"
         )
     if config.getoption("--in-process") and config.getoption("numprocesses", None):
         raise pytest.UsageError(
-            "--in-process: does not work with -n, because the workers of xdist have no terminal"
+            "--in-process should be left out with -n: the workers of xdist have no terminal"
         )
     if hasattr(config, "workerinput"):
         return  # the controller has checked the paths
@@ -153,7 +153,7 @@ def check_options(config: pytest.Config) -> None:
         require_writable_file("--ddp-json", config.getoption("--ddp-json"))
         require_writable_folder("--ddp-export-repro", config.getoption("--ddp-export-repro"))
     except BadCase as error:
-        text = f"{error.field} {error.value}: expected {error.right}"
+        text = f"{error.field} is {error.value}; it should be {error.right}"
         raise pytest.UsageError(text) from error
 
 
@@ -227,7 +227,7 @@ def check_markers(item: pytest.Item) -> None:
             given = [repr(value) for value in marker.args]
             given += [f"{name}={value!r}" for name, value in marker.kwargs.items()]
             written = f"{item.nodeid}: @pytest.mark.{marker.name}({', '.join(given)})"
-            raise pytest.UsageError(f"{written}: expected {right}")
+            raise pytest.UsageError(f"{written} should have {right}")
 
 
 def _right_settings(marker: pytest.Mark) -> str:

@@ -19,10 +19,11 @@ import pytest
 
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.gate.record import RecordWriter
+from ddp_equivalence.gate.record import CANNOT_WRITE, RecordWriter
 from ddp_equivalence.report.record import Record, listening, record_of, versions
 from ddp_equivalence.report.text import (
     Line,
+    NotWritten,
     Style,
     aligned,
     encodable,
@@ -30,6 +31,8 @@ from ddp_equivalence.report.text import (
     plural,
     rank_names,
     ranks_by,
+    what_is_not_written,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -227,7 +230,7 @@ def write_json(config: pytest.Config, results: RunResults) -> str:
     try:
         # A test may have changed the working folder.
         whole = config.invocation_params.dir / path
-        whole.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        write_file(whole, json.dumps(content, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         return f"--ddp-json {path}: FAILED, the results could not be written: {error.strerror}"
     return ""
@@ -301,7 +304,7 @@ class RecordedLines:
     def _collected(self, tests: int) -> None:
         if not self._has_collected:
             self._has_collected = True
-            self._writer.write("collected", tests=tests)
+            self._line("collected", tests=tests)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write what is known when a test has ended, or its worker has crashed."""
@@ -337,10 +340,16 @@ class RecordedLines:
         )
         for number, check in enumerate(one for of in attached for one in of["records"]):
             fields = {name: check[name] for name in OF_CHECKS}
-            self._writer.write("check", test=f"{self._of}{nodeid}", number=number, **fields)
+            self._line("check", test=f"{self._of}{nodeid}", number=number, **fields)
 
     def _test(self, nodeid: str, **fields: Any) -> None:
-        self._writer.write("test", id=f"{self._of}{nodeid}", **fields)
+        self._line("test", id=f"{self._of}{nodeid}", **fields)
+
+    def _line(self, kind: str, **fields: Any) -> None:
+        try:
+            self._writer.write(kind, **fields)
+        except NotWritten as error:
+            pytest.exit(what_is_not_written(error), CANNOT_WRITE)
 
 
 def _reason(report: pytest.TestReport) -> str:

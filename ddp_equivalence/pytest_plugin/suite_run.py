@@ -28,7 +28,7 @@ from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.nccl import Transport, transport
 from ddp_equivalence.report.machine import SHORT, Box, box_lines, this_box, title
 from ddp_equivalence.report.record import Record, versions
-from ddp_equivalence.report.text import Line, Style, aligned, plural
+from ddp_equivalence.report.text import Line, Style, aligned, plural, write_file
 from ddp_equivalence.strategies.trial import Trial
 
 LEFT_BY_A_WORKER = "ddp_equivalence_plan"
@@ -411,12 +411,10 @@ def write_page(folder: Path, date: str, box: Box, lines: Iterator[str]) -> Path:
     number = 1
     while True:
         path = folder / f"{date}-{machine}{'' if number == 1 else f'-{number}'}.md"
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+        if not path.exists():
+            write_file(path, text)
             return path
-        except FileExistsError:  # another run of the same day
-            number += 1
+        number += 1  # it is of another run of the same day
 
 
 def without_private(text: str) -> str:

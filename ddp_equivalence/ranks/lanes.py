@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, one_of
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.backend_names import BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
@@ -160,16 +160,16 @@ def choose(
     ``may_fall_back`` is False.
     """
     if backend not in BACKENDS:
-        raise BadCase("backend", backend, f"one of {', '.join(BACKENDS)}")
+        raise BadCase("backend", backend, one_of(BACKENDS, backend))
     if backend == "auto" and sparse_gradients and cuda_devices():
         backend = "gloo_cuda"
     if backend == "auto":
         return _nccl_or_gloo(layout, may_fall_back)
     reason = missing(backend, layout.world_size)
     if reason is not None:
-        right = f"{reason}, for layout {layout}"
+        right = f"one that can run layout {layout} here, such as auto: {backend} {reason}"
         if backend == "nccl" and missing(NCCL_SHARED, layout.world_size) is None:
-            right += f"; {NCCL_SHARED} can run it: its ranks share GPUs"
+            right = f"{NCCL_SHARED}, whose ranks share GPUs: {backend} {reason}"
         raise CannotRunHere("backend", backend, right, backend, layout.name, reason)
     if backend == "gloo":
         return Lane("gloo", "gloo", "cpu")
@@ -212,7 +212,9 @@ def _nccl_or_gloo(layout: Layout, may_fall_back: bool) -> Lane:
         return choose(layout, lane)
     if may_fall_back:
         return Lane("gloo_fallback", "gloo", "cpu", reason)
-    right = f"{reason}; --must-run allows no fall back to gloo on the CPU"
+    right = (
+        f"smaller, as {lane} {reason}; or leave out --must-run, which allows no fall back to gloo"
+    )
     raise CannotRunHere("layout", layout.name, right, lane, layout.name, reason)
 
 
@@ -297,7 +299,7 @@ class FailedStarts:
         what = lane.name, layout.name
         reason = self.why_given_up(lane, layout)
         if reason and settings.current().give_up_lanes:
-            raise CannotRunHere("backend", lane.name, reason, *what, reason)
+            raise CannotRunHere("backend", lane.name, f"another one: {reason}", *what, reason)
         try:
             yield
         except RankFailed as error:

@@ -75,9 +75,18 @@ def start_server() -> None:
         "OMP_NUM_THREADS": "1",
         COMPILE_THREADS_VARIABLE: os.environ.get(COMPILE_THREADS_VARIABLE, "1"),
         FOLDER_VARIABLE: util.get_temp_dir(),
+        # It must not take a file of the working folder, such as random.py, for a module of Python.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (_only_here(), os.environ.get("PYTHONPATH")))),
     }
     with empty_main_module(), _environment(variables):
         forkserver.ensure_running()
+
+
+def _only_here() -> str:
+    """The working folder if this package is only found because it lies there; else ""."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return root if root == os.getcwd() else ""
 
 
 def _use_own_folder() -> None:

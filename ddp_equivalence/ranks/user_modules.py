@@ -110,7 +110,9 @@ def import_freshly(request: Request) -> FreshImport | None:
                 result: FreshImport = receiver.recv()
                 return result
             names = ", ".join(request.names)
-            right = f"modules that can be imported within {LONGEST:g} s: {names} cannot, so that "
+            right = (
+                f"in modules that can be imported within {LONGEST:g} s: {names} cannot, so that "
+            )
             raise BadCase(
                 "step", names, right + "nobody knows what this process has changed in them"
             )

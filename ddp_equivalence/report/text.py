@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import re
 import shutil
@@ -179,7 +180,7 @@ def wrapped_at_most(text: str, indent: str, most: int, width: int, hang: int = 2
     return [cut(f"{indent}{text}", width)]
 
 
-# Whether results can be written to a path. It is tried, since permissions alone do not tell.
+# Files of results: whether a path can be written to, which is tried, and writing to it.
 
 
 def require_writable_file(field: str, path: Path | None) -> None:
@@ -203,18 +204,9 @@ def _why_no_file(path: Path) -> str:
         return "it is a folder"
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    if path.exists() and not path.is_file():
-        # The reader of a pipe would take the end of the attempt for the end of the results.
+    if path.exists():
         return "" if os.access(path, os.W_OK) else "writing is not permitted"
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+    return _why_no_folder(folder)
 
 
 def _why_no_folder(path: Path) -> str:
@@ -229,6 +221,39 @@ def _why_no_folder(path: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+class NotWritten(OSError):
+    """A file of results could not be written. ``filename`` and ``strerror`` say which, and why."""
+
+
+def what_is_not_written(error: Exception) -> str:
+    """Says in a line which file could not be written, and why; "" if the error is another one."""
+    known = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, NotWritten) or (isinstance(error, OSError) and error.errno in known):
+        return f"{error.filename or tempfile.gettempdir()} could not be written: {error.strerror}"
+    return ""
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write all of the file, or leave what was there. Raises NotWritten.
+
+    What is no file, such as a pipe, is written to as it is.
+    """
+    place = path.resolve()
+    is_as_it_is = place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))
+    beside = place if is_as_it_is else place.with_name(f".{os.getpid()}.part")
+    try:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        if not is_as_it_is:
+            if place.exists():
+                shutil.copymode(place, beside)
+            beside.replace(place)
+    except OSError as error:
+        raise NotWritten(error.errno, error.strerror, str(path)) from error
+    finally:
+        if not is_as_it_is:
+            beside.unlink(missing_ok=True)
 
 
 # One line of output, and the style in which a terminal shows it.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ddp_equivalence.case.case import Case
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, one_of
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.case.losses import LOSSES, CatalogueLoss
 from ddp_equivalence.case.models import MODELS
@@ -86,7 +86,7 @@ def world_sizes() -> tuple[int, ...]:
 def trials(strategy: str) -> tuple[Trial, ...]:
     """All trials of one strategy, by layout. Raises BadCase for an unknown strategy."""
     if strategy not in STRATEGIES:
-        raise BadCase("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+        raise BadCase("strategy", strategy, one_of(STRATEGIES, strategy))
     chosen = dict.fromkeys(_chosen(STRATEGIES[strategy]))
     # Trials of one layout share their ranks, so in this order few ranks are alive at a time.
     order = (*LAYOUTS, *SEVERAL_GPUS_LAYOUTS, EIGHT_GPUS)

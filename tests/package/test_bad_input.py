@@ -110,7 +110,7 @@ def test_what_a_builder_does_wrong_is_a_bad_case(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"shards": [6, 6]}, r'shards = \[6, 6\]: text: shards="6\+6"'),
+        ({"shards": [6, 6]}, r'shards is \[6, 6\]; it should be text: shards="6\+6"'),
         ({"shards": 6}, r'examples per rank such as "5\+3"'),
         ({"layout": (2, 2)}, 'text: layout="2x2"'),
         ({"layout": 2}, 'text: layout="1x2" for 2 ranks on one node'),
@@ -125,14 +125,23 @@ def test_what_a_builder_does_wrong_is_a_bad_case(
         ({"examples": 8}, "your batch function sets the size"),
         ({"model": "mlpp"}, "a function, or one of linear"),
         ({"model": 7}, "a function, or one of linear"),
-        ({"model": nn.Linear(5, 3)}, r"model = 'Linear': .* model=lambda: Linear\(\.\.\.\)"),
-        ({"batch": None}, "since model or loss is your own"),
-        ({"batch": torch.randn(600, 500)}, r"batch = 'Tensor': .* batch=lambda generator: \.\.\."),
-        ({"batch": {"rows": torch.randn(12, 5)}}, r"batch = 'dict': .* batch=lambda generator:"),
+        (
+            {"model": nn.Linear(5, 3)},
+            r"model is 'Linear'; it should be .* model=lambda: Linear\(\.\.\.\)",
+        ),
+        ({"batch": None}, "for your model or loss"),
+        (
+            {"batch": torch.randn(600, 500)},
+            r"batch is of type Tensor; .* batch=lambda generator: \.\.\.",
+        ),
+        (
+            {"batch": {"rows": torch.randn(12, 5)}},
+            r"batch is of type dict; .* batch=lambda generator:",
+        ),
         ({"loss": "l1"}, "a function, or one of mse_mean"),
         (
             {"loss": nn.MSELoss()},
-            r"loss = 'MSELoss': .* loss=lambda model, batch: MSELoss\(\)\(model\(.*\), .*\)",
+            r"loss is 'MSELoss'; .* loss=lambda model, batch: MSELoss\(\)\(model\(.*\), .*\)",
         ),
         ({"loss": nn.MSELoss}, r"loss=lambda model, batch: MSELoss\(\)\(model\("),
         ({"loss": nn.functional.mse_loss}, r"loss=lambda model, batch: mse_loss\(model\("),
@@ -295,14 +304,17 @@ class Callback:
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (two, r"step = 'two': a function \(model, shard, rank\), or .* takes \(model, shard\)"),
+        (
+            two,
+            r"step is 'two'; it should be a function .* takes \(model, shard\)",
+        ),
         (four, r"takes \(model, shard, rank, config\)"),
         (named, r"takes \(model, \*, shard, rank\)"),
         (functools.partial(right_step, nn.Linear(5, 3)), r"takes \(shard, rank\)"),
         (Callback(), r"takes \(model\)"),
         (Callback().method, r"takes \(model, shard\)"),
-        (awaited, "a plain function; this one is a coroutine"),
-        (generator, "a plain function; this one is a generator"),
+        (awaited, "; this one is a coroutine"),
+        (generator, "; this one is a generator"),
     ],
     ids=["two", "four", "named", "partial", "object", "method", "coroutine", "generator"],
 )
@@ -419,7 +431,9 @@ def test_a_script_that_has_no_place_is_a_bad_case(
 
 
 def test_explain_is_told_that_it_takes_a_setup() -> None:
-    with pytest.raises(BadCase, match=r"setup = \{'batch': 4\}: a Setup, such as Setup\(batch=4\)"):
+    with pytest.raises(
+        BadCase, match=r"setup is \{'batch': 4\}; it should be a Setup, such as Setup\(batch=4\)"
+    ):
         explain({"batch": 4})  # type: ignore[arg-type]
 
 

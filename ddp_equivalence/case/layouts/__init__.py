@@ -94,7 +94,7 @@ def _parse(name: str) -> Layout:
     if not sizes or min(sizes) < 1:
         raise BadCase("layout", name, right)
     if sum(sizes) > MAX_WORLD_SIZE:
-        raise BadCase("layout", name, f"at most {MAX_WORLD_SIZE} ranks, this is {sum(sizes)}")
+        raise BadCase("layout", name, f"at most {MAX_WORLD_SIZE} ranks, not {sum(sizes)}")
     node_of = ORDERS[ending](sizes)
     rows = tuple(
         RankPlace(

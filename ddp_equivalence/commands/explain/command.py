@@ -127,7 +127,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
     if arguments.known_good is not None:
         given["known_good"] = KnownGood.read(arguments.known_good, arguments.known_loss or "mean")
     elif arguments.known_loss is not None:
-        right = "left out, unless --known-good BATCH@LR is given"
+        right = "left out, or given together with --known-good BATCH@LR"
         raise BadCase("known_loss", arguments.known_loss, right)
     if arguments.betas is not None:
         if not re.fullmatch(r"0?\.\d{1,9},0?\.\d{1,9}", arguments.betas):

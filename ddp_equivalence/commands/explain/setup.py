@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, one_of
 
 Loss = Literal["mean", "sum", "token-mean"]
 TokensOver = Literal["micro-batch", "step", "all-ranks"]
@@ -232,8 +232,8 @@ def _contradictions(setup: Setup) -> Iterator[tuple[str, str]]:
     if setup.accumulation > 1 and not isinstance(divided, bool):
         yield (
             "accumulation_divided",
-            f"say whether each micro-batch's loss is divided by {setup.accumulation} "
-            "(--accumulation-divided) or not (--accumulation-not-divided)",
+            f"True if each micro-batch's loss is divided by {setup.accumulation} "
+            "(--accumulation-divided), or False if not (--accumulation-not-divided)",
         )
     if setup.tokens_over != "micro-batch" and setup.loss != "token-mean":
         yield "tokens_over", "left out, unless the loss is token-mean: only tokens are counted"
@@ -260,7 +260,7 @@ def check_count(field: str, value: object, most: int) -> None:
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises BadCase unless ``value`` is one of the choices."""
     if value not in choices:
-        raise BadCase(field, value, f"one of {', '.join(choices)}")
+        raise BadCase(field, value, one_of(choices, value))
 
 
 # The trainers that ``--like`` knows, read in the sources of transformers 5.24, Accelerate 1.15 and

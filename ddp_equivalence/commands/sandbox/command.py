@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, Words
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
 
 OF_A_SINGLE_RUN: dict[str, tuple[type, str]] = {
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.as_published and mode != "multi":
         raise BadCase("as_published", True, "given only with multi, which has several ranks")
     if find_spec("scipy") is None:  # it computes the intervals
-        right = "an installed scipy: pip install 'ddp_equivalence[sandbox]'"
-        raise BadCase("sandbox", "no scipy", right)
+        right = "run beside scipy: pip install 'ddp_equivalence[sandbox]'"
+        raise BadCase("sandbox", Words("without scipy"), right)
     if mode is None:
         return _table(arguments.seed)
     return _single_run(mode, given, arguments.seed, arguments.as_published)

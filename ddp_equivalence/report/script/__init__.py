@@ -17,7 +17,7 @@ from ddp_equivalence.measurement.request import CheckOptions, Request, read_requ
 from ddp_equivalence.measurement.work import Step, is_prepared
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.script.render import render
-from ddp_equivalence.report.text import require_writable_folder
+from ddp_equivalence.report.text import require_writable_folder, write_file
 
 __all__ = ["command_of", "export", "export_request", "file_name"]
 
@@ -55,12 +55,14 @@ def export_request(
         raise BadCase("directory", directory, "a path of a folder")
     require_writable_folder("directory", Path(directory))
     if "/" in name:
-        raise BadCase("name", name, "a file name; the folder is the argument directory")
+        raise BadCase(
+            "name", name, "a file name without /, since the folder is the argument directory"
+        )
     _check_that_a_script_can_hold(request)
     path = Path(directory) / f"{name or _default_name(request)}.py"
     text = render(request, path.name, headline)
     Path(directory).mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_file(path, text)
     return path
 
 
@@ -75,10 +77,10 @@ def _check_that_a_script_can_hold(request: Request) -> None:
     """Raises BadCase for what scripts do not contain yet."""
     for option in ("optimizer", "clip", "reference"):
         if getattr(request.training, option) is not None:
-            right = "none for a script: a script trains one device with plain SGD"
+            right = "left out for a script, which trains one device with plain SGD"
             raise BadCase(option, name_of(getattr(request.training, option)), right)
     if request.plant:
-        raise BadCase("plant", request.plant, "no fault: a script runs torch as it is")
+        raise BadCase("plant", request.plant, "left out: a script runs torch as it is")
     case = request.case
     with no_group_of_one():  # a loss with collectives cannot run on rank 0 of the script alone
         reference = big_batch(case)

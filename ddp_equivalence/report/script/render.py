@@ -185,7 +185,7 @@ def _leaves(batch: Any, dims: Any) -> dict[str, int | None]:
         dim = dim_of(path, leaf, dims)
         if dim != (0 if isinstance(leaf, Tensor) else None):
             if eval(f"batch{path}", {"batch": batch}) is not leaf:
-                raise BadCase("batch_dims", path, "the path of a leaf that Python can follow")
+                raise BadCase("batch_dims", path, "the path of a leaf as an expression of Python")
             found[path] = dim
     return found
 

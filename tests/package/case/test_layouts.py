@@ -54,7 +54,7 @@ def test_an_unknown_layout_is_refused_by_name(name: str) -> None:
 
 
 def test_a_layout_of_too_many_ranks_is_refused() -> None:
-    with pytest.raises(BadCase, match="at most 64 ranks, this is 200"):
+    with pytest.raises(BadCase, match="at most 64 ranks, not 200"):
         parse("2x100")
 
 

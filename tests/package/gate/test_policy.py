@@ -65,13 +65,13 @@ def test_an_exception_counts_until_its_day(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "field", "right"),
     [
-        ("[levels]\nverdict_wrose = 'red'\n", "levels", "only these names"),
+        ("[levels]\nverdict_wrose = 'red'\n", "levels", "a table with one of verdict_worse,"),
         ("[levels]\nverdict_worse = 'green'\n", "levels.verdict_worse", "one of red, yellow"),
         ("[ratios]\nerror = 0.5\n", "ratios.error", "a number above 1"),
         ("[ratios]\nerror = true\n", "ratios.error", "a number above 1"),
         ("[ratios]\nerror = inf\n", "ratios.error", "a number above 1"),
         ("levels = 3\n", "levels", "a table"),
-        ("[other]\n", "policy", "only these names: levels, ratios, exceptions"),
+        ("[other]\n", "policy", "a table with one of levels, ratios, exceptions"),
         ("[[exceptions]]\nof = 'x'\n", "exceptions[1].reason", "why it is an exception"),
         ("[[exceptions]]\nreason = 'x'\n", "exceptions[1].of", "* stands for anything"),
         ("[[exceptions]]\nreason = 'x'\nuntil = '2027-01-01'\n", "exceptions[1].until", "a day"),

@@ -60,7 +60,9 @@ def test_the_number_of_processes_is_replaced_by_one(command: str, alone: str) ->
 
 
 def test_a_command_without_a_number_of_processes_is_refused() -> None:
-    with pytest.raises(BadCase, match=r"one_process = 'python t.py': .*--one-process"):
+    with pytest.raises(
+        BadCase, match=r"one_process is 'python t.py'; it should be .*--one-process"
+    ):
         in_one_process(["python", "t.py"], 2)
     assert processes_in(["torchrun", "--nproc-per-node", "4", "t.py"]) == 4
     assert processes_in(["python", "t.py", "--world-size", "1"]) is None  # often that of nodes

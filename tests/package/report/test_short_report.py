@@ -231,7 +231,9 @@ def test_a_difference_that_was_not_watched_says_so_and_why() -> None:
         found = check(own_case(layout="2x2", shards="6+3+2+1"), right_step)
     assert found.outcome == "different"
     text = " ".join(str(found).split())
-    assert "No lines of code are known, because this run forbids it (--ddp-no-second" in text
+    assert (
+        "No lines of code are known, because each step runs once here (--explore, --ddp-no" in text
+    )
 
 
 def test_a_second_run_with_other_bits_is_said(verdict: Verdict) -> None:
