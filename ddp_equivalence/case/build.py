@@ -54,7 +54,7 @@ def build_model(case: Case) -> nn.Module:
         with seeded(case.seed):
             model: object = builder()
     except Exception as error:
-        right = _must_not_raise("() -> nn.Module", error)
+        right = f"a function () -> nn.Module; {it_raised(error)}"
         raise BadCase("model", name_of(case.model), right) from error
     if not isinstance(model, nn.Module):
         right = f"a builder that returns an nn.Module, not {type(model).__name__}"
@@ -165,7 +165,7 @@ def _batch_of_the_user(case: Case) -> Any:
         with one_thread(), seeded(batch_seed(case.seed)):
             return case.batch(torch.Generator().manual_seed(generator_seed(case.seed)))
     except Exception as error:
-        right = _must_not_raise("(torch.Generator) -> pytree of tensors", error)
+        right = f"a function (torch.Generator) -> pytree of tensors; {it_raised(error)}"
         raise BadCase("batch", name_of(case.batch), right) from error
 
 
@@ -213,10 +213,6 @@ def one_thread() -> Iterator[None]:
 def _integers(values: Tensor) -> Tensor:
     largest = values.abs().max() if values.numel() else 1
     return (values / largest * LARGEST_INTEGER).round()
-
-
-def _must_not_raise(signature: str, error: Exception) -> str:
-    return f"a function {signature}; {it_raised(error)}"
 
 
 # The precision of a case: which tensors of its batch and model are cast, and to which dtype.

@@ -55,5 +55,7 @@ class _FileItem(_GivenItem):
 class _ScriptItem(_GivenItem):
     def runtest(self) -> None:
         from ddp_equivalence import observe
+        from ddp_equivalence.case import settings
 
-        observe(self.name).assert_equivalent()
+        with settings.using(settings.replaced(full_report_with="--full before the --")):
+            observe(self.name).assert_equivalent()

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ddp_equivalence.gate.judge import read_policy
 
     if bool(arguments.with_) == bool(arguments.bisect):
-        right = "given, or else --bisect, and not both"
+        right = "given without --bisect, or --bisect without it"
         raise BadCase("with", ", ".join(arguments.with_) or None, right)
     if not (arguments.paths or arguments.observe or arguments.suite):
         raise BadCase("PATH", None, "checks of your own; or give --suite")

@@ -168,7 +168,7 @@ def _runs(arguments: argparse.Namespace, paths: Sequence[Given], record: Path) -
     if files or arguments.observe:
         with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
             Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
-            plugin = ["-p", "ddp_equivalence.commands.given_checks"]
+            plugin = ["-p", "ddp_equivalence.commands.given_checks", "--no-header"]
             alone = [
                 "--rootdir=.",
                 f"--confcutdir={nothing}",

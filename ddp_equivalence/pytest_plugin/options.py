@@ -181,7 +181,9 @@ def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.
 def settings_of_test(item: pytest.Item, of_run: settings.Settings) -> settings.Settings:
     """The settings of the run, changed by the test's own markers; the nearest marker wins."""
     command = item.config.getoption("--ddp-repeat-with")
-    of_test = replace(of_run, repeat=f'{command} "{item.nodeid}"')
+    file, colons, test = item.nodeid.partition("::")  # as from the root folder of pytest
+    file = os.path.relpath(item.config.rootpath / file, item.config.invocation_params.dir)
+    of_test = replace(of_run, repeat=f'{command} "{file}{colons}{test}"')
     for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest marker comes last
         of_test = replace(of_test, **marker.kwargs)
     return of_test

@@ -193,8 +193,7 @@ def require_writable_file(field: str, path: Path | None) -> None:
 def require_writable_folder(field: str, path: Path | None) -> None:
     """Raises BadCase if a path is given that is not a writable folder and cannot become one."""
     if path is not None and (reason := _why_no_folder(path)):
-        right = "a folder that can be written to, or that can be made"
-        raise BadCase(field, str(path), f"{right}; {reason}")
+        raise BadCase(field, str(path), f"a folder that can be written to, or be made; {reason}")
 
 
 def _why_no_file(path: Path) -> str:
@@ -238,11 +237,12 @@ def what_is_not_written(error: Exception) -> str:
 def write_file(path: Path, content: str | bytes) -> None:
     """Write all of the file, or leave what was there. Raises NotWritten.
 
-    What is no file, such as a pipe, is written to as it is.
+    What is no file, such as a pipe or /dev/stdout, is written to as it is.
     """
     place = path.resolve()
-    is_as_it_is = place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))
-    beside = place if is_as_it_is else place.with_name(f".{os.getpid()}.part")
+    is_as_it_is = path.is_relative_to("/dev") or not os.access(place.parent, os.W_OK)
+    is_as_it_is |= path.exists() and not path.is_file()
+    beside = path if is_as_it_is else place.with_name(f".{os.getpid()}.part")
     try:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
         if not is_as_it_is:

@@ -168,14 +168,17 @@ def test_ranks_are_seeded_apart_unless_they_are_to_be_alike(seeds: Any, alike: b
     ("options", "says"),
     [
         ({"optimizer": torch.optim.AdamW}, r"lambda params: AdamW\(params, lr=...\)"),
-        ({"optimizer": 3}, "optimizer = 3: a function of the parameters"),
+        ({"optimizer": 3}, "optimizer is 3; it should be a function of the parameters"),
         ({"optimizer": lambda parameters: 3}, "schedulers; not int"),
-        ({"clip": -1.0}, "clip = -1.0: a number above 0"),
-        ({"reference": "alone"}, "reference = 'alone': a function"),
+        ({"clip": -1.0}, "clip is -1.0; it should be a number above 0"),
+        ({"reference": "alone"}, "reference is 'alone'; it should be a function"),
         ({"reference": lambda: None}, r"a function \(model, batch\)"),
         ({"optimizer": adamw, "lr": 0.1}, "the learning rate is that of optimizer="),
-        ({"optimizer": adamw, "compare": "gradients"}, 'compare = .gradients.: "update"'),
-        ({"seeds": "same"}, "seeds = 'same': one of apart, alike"),
+        (
+            {"optimizer": adamw, "compare": "gradients"},
+            'compare is .gradients.; it should be "update"',
+        ),
+        ({"seeds": "same"}, "seeds is 'same'; it should be one of apart, alike"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
@@ -185,7 +188,7 @@ def test_training_that_cannot_be_right_is_refused(options: dict[str, Any], says:
 
 
 def test_a_case_without_a_loss_needs_a_reference() -> None:
-    with pytest.raises(BadCase, match="only a check with reference= needs none"):
+    with pytest.raises(BadCase, match="only with reference= none is needed"):
         check(Case(model=build_model, batch=make_batch), own_trainers.Prepared)
 
 

@@ -232,8 +232,8 @@ def _contradictions(setup: Setup) -> Iterator[tuple[str, str]]:
     if setup.accumulation > 1 and not isinstance(divided, bool):
         yield (
             "accumulation_divided",
-            f"True if each micro-batch's loss is divided by {setup.accumulation} "
-            "(--accumulation-divided), or False if not (--accumulation-not-divided)",
+            f"given: True (--accumulation-divided) if the loss of each of {setup.accumulation} "
+            "micro-batches is divided by their number, or False (--accumulation-not-divided)",
         )
     if setup.tokens_over != "micro-batch" and setup.loss != "token-mean":
         yield "tokens_over", "left out, unless the loss is token-mean: only tokens are counted"

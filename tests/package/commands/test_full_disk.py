@@ -121,6 +121,9 @@ def test_a_file_is_written_whole_and_keeps_its_mode(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     assert {one.name for one in tmp_path.iterdir()} == {"results.json", "link"}
     write_file(Path("/dev/null"), b"nothing")
+    piped = "from ddp_equivalence.report.text import *; write_file(Path('/dev/stdout'), 'a\\n')"
+    run = subprocess.run([sys.executable, "-c", piped], stdout=subprocess.PIPE, check=True)
+    assert run.stdout == b"a\n"
     with pytest.raises(NotWritten, match="No such file"):
         write_file(tmp_path / "none" / "file", "")
 

@@ -146,17 +146,23 @@ def test_releases_are_in_their_order(index: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--with", "torch", "--with", "x==1"], "--with torch should be NAME==VERSION"),
+        (["--with", "torch", "--with", "x==1"], "--with is torch; it should be NAME==VERSION"),
         (["--with", "torch==2.13.0; rm"], "NAME==VERSION"),
         (["--with=--index-url==http"], "NAME==VERSION"),
-        (["--with", "torch==2.13.0"], "two or more; present is the environment of now"),
-        (["--with", "torch==2.13.0,torch==2.13.0"], "each environment once"),
+        (["--with", "torch==2.13.0"], "given with another one; present is that of now"),
+        (["--with", "torch==2.13.0,torch==2.13.0"], "it should be given once"),
         (["--bisect", "small-package==1.0"], "NAME==FIRST..LAST"),
-        (["--bisect", "small-package==1.0..1.3"], "1.3 is none of them (the last are 1.0, 1.1"),
-        (["--bisect", "small-package==1.2..1.1"], "a first version that is older"),
+        (["--bisect", "small-package==1.0..1.3"], "1.3 is none (the last are 1.0, 1.1"),
+        (["--bisect", "small-package==1.2..1.1"], "such that the first version is older"),
         (["--bisect", "no-such-package==1..2"], "a package that the index has"),
-        (["--with", "a==1,b==1", "--bisect", "a==1..2"], "either --with or --bisect"),
-        (["--with", "a==1,b==1", "-r", "none.txt"], "--requirements none.txt"),
+        (
+            ["--with", "a==1,b==1", "--bisect", "a==1..2"],
+            "it should be given without --bisect, or --bisect without it",
+        ),
+        (
+            ["--with", "a==1,b==1", "-r", "none.txt"],
+            "--requirements is none.txt; it should be a file that exists",
+        ),
     ],
 )
 def test_bad_input_is_named(

@@ -84,7 +84,7 @@ def test_an_error_on_stderr_is_replaced_too(folder: Path) -> None:
     line = "ddp-equivalence check $'caf\\xc3\\xa9.py'"
     code, _, errors = in_shell(folder, line, ASCII[0])
     assert code == 2
-    assert r"'caf\xe9.py' should be a Python file that exists" in errors
+    assert r"'caf\xe9.py'; it should be a Python file that exists" in errors
     assert "Traceback" not in errors
 
 

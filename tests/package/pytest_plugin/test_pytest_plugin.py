@@ -150,7 +150,7 @@ def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
     assert case["headline"].endswith("[averaged_twice]")
     assert case["file"] == str(path)
     assert case["cause"] == "averaged_twice"
-    assert case["expected"] == "same"
+    assert case["should have"] == "same"
     assert case["error"] == pytest.approx(0.5)
 
 
@@ -221,7 +221,7 @@ def test_the_results_have_the_documented_form(their_repository: Path) -> None:
     assert code == 0, text
     content: dict[str, Any] = json.loads(results.read_text())
     assert set(content) == {"environment", "cases", "not_run", "summary"}
-    keys = ["id", "strategy", "layout", "backend", "dtype", "expected", "outcome", "cause"]
+    keys = ["id", "strategy", "layout", "backend", "dtype", "should have", "outcome", "cause"]
     keys += ["error", "floor", "limit", "seconds"]
     assert set(keys) <= set(content["cases"][0])
     assert content["cases"][0]["id"] == "tests/test_training.py::test_fixture"
@@ -258,19 +258,28 @@ def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
     [
         ("--must-run=nvlink", "invalid choice: 'nvlink'"),
         ("--ddp-backend=mpi", "invalid choice: 'mpi'"),
-        ("--ddp-deadline=soon", "'soon': expected a number of seconds above 0"),
-        ("--ddp-deadline=-1", "'-1': expected a number of seconds above 0"),
+        ("--ddp-deadline=soon", "it is soon; it should be a number of seconds above 0"),
+        ("--ddp-deadline=-1", "it is -1; it should be a number of seconds above 0"),
         (
             "--ddp-deadline=5 --ddp-collective-deadline=5",
-            "deadline 5: must be below --ddp-deadline",
+            "deadline is 5; it should be below --ddp-deadline",
         ),
-        ("--ddp-trial-seconds=-1", "'-1': expected a number of seconds, or 0 for no trials"),
-        ("--ddp-trial-seconds=soon", "'soon': expected a number of seconds, or 0 for no trials"),
-        ("--ddp-trial-seconds=nan", "'nan': expected a number of seconds, or 0 for no trials"),
+        (
+            "--ddp-trial-seconds=-1",
+            "it is -1; it should be a number of seconds, or 0 for no trials",
+        ),
+        (
+            "--ddp-trial-seconds=soon",
+            "it is soon; it should be a number of seconds, or 0 for no trials",
+        ),
+        (
+            "--ddp-trial-seconds=nan",
+            "it is nan; it should be a number of seconds, or 0 for no trials",
+        ),
         ("--ddp-json=/no/such/folder/results.json", "there is no folder /no/such/folder"),
-        ("--ddp-json=.", "--ddp-json .: expected a file in a folder that exists and can be"),
-        ("--ddp-json=/proc/x.json", "--ddp-json /proc/x.json: expected a file"),
-        ("--ddp-export-repro=/proc/x", "--ddp-export-repro /proc/x: expected a folder"),
+        ("--ddp-json=.", "--ddp-json is .; it should be a file in a folder that exists and can be"),
+        ("--ddp-json=/proc/x.json", "--ddp-json is /proc/x.json; it should be a file"),
+        ("--ddp-export-repro=/proc/x", "--ddp-export-repro is /proc/x; it should be a folder"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(
@@ -289,36 +298,36 @@ mark = pytest.mark
     [
         (
             pytest.mark.planted_fault(),
-            "test_a: @pytest.mark.planted_fault(): expected the name of one fa",
+            "test_a: @pytest.mark.planted_fault() should have the name of one fa",
         ),
         (
             pytest.mark.planted_fault("nosuch"),
-            "expected the name of one fault, such as sum_not_mean",
+            "should have the name of one fault, such as sum_not_mean",
         ),
         (
             pytest.mark.trial("ddp_mean"),
-            "@pytest.mark.trial('ddp_mean'): expected strategy, layout and",
+            "@pytest.mark.trial('ddp_mean') should have strategy, layout and",
         ),
         (
             pytest.mark.ddp(deadline=1, collective_deadline=5),
-            "expected a collective_deadline below the d",
+            "should have a collective_deadline below the d",
         ),
-        (mark.ddp(deadline="5"), "(deadline='5'): expected a number of seconds above 0"),
-        (mark.ddp(deadline=-1), "(deadline=-1): expected a number of seconds above 0"),
+        (mark.ddp(deadline="5"), "(deadline='5') should have a number of seconds above 0"),
+        (mark.ddp(deadline=-1), "(deadline=-1) should have a number of seconds above 0"),
         (
             pytest.mark.ddp(trial_seconds=-1),
-            "(trial_seconds=-1): expected a number of seconds, or 0 for",
+            "(trial_seconds=-1) should have a number of seconds, or 0 for",
         ),
         (
             pytest.mark.ddp(trial_seconds="5"),
-            "(trial_seconds='5'): expected a number of seconds, or 0",
+            "(trial_seconds='5') should have a number of seconds, or 0",
         ),
         (
             pytest.mark.ddp(trial_seconds=math.nan),
-            "(trial_seconds=nan): expected a number of seconds",
+            "(trial_seconds=nan) should have a number of seconds",
         ),
-        (mark.ddp(fresh_ranks=1), "(fresh_ranks=1): expected True or False"),
-        (mark.ddp(dead_line=1), "(dead_line=1): expected name=value with one of deadline"),
+        (mark.ddp(fresh_ranks=1), "(fresh_ranks=1) should have True or False"),
+        (mark.ddp(dead_line=1), "(dead_line=1) should have name=value with one of deadline"),
     ],
 )
 def test_a_wrong_marker_is_told_what_would_be_right(
@@ -334,7 +343,7 @@ def test_a_wrong_marker_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(test)
     code, text = run(tmp_path)
     assert code == 4, text
-    assert "test_a: @pytest.mark.ddp(5): expected name=value with one of deadline" in text
+    assert "test_a: @pytest.mark.ddp(5) should have name=value with one of deadline" in text
     assert "INTERNALERROR" not in text
 
 

@@ -35,7 +35,7 @@ def test_ranks_can_be_spawned_instead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_start_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_METHOD_VARIABLE, "fork")
-    message = f"{START_METHOD_VARIABLE} = 'fork': forkserver .* or spawn"
+    message = f"{START_METHOD_VARIABLE} is 'fork'; it should be forkserver .* or spawn"
     with pytest.raises(BadCase, match=message):
         check(own_case(), right_step)
 

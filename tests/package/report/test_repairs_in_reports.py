@@ -173,5 +173,5 @@ def test_bad_seconds_of_the_command_are_a_clear_error(
 ) -> None:
     assert main(["check", str(own_file), f"--trial-seconds={value}"]) == 2
     error = capsys.readouterr().err
-    told = f"--trial-seconds {float(value)} should be a number of seconds, or 0 for no trials of"
+    told = f"--trial-seconds is {float(value)}; it should be a number of seconds, or 0 for no"
     assert told in error

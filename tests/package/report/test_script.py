@@ -308,7 +308,7 @@ def test_what_a_script_cannot_contain_is_refused_by_name(
         (own_case(), value) if field == "step" else (own_case(**{field: value}), right_step)
     )
     with pytest.raises(
-        BadCase, match=rf"^{field} = .*a function defined at the top level"
+        BadCase, match=rf"^{field} is .*a function defined at the top level"
     ) as raised:
         export(case, step, tmp_path / "out")
     assert says in str(raised.value)

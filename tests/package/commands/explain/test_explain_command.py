@@ -39,32 +39,68 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--batch 0", "--batch 0 should be a whole number from 1"),
-        ("--batch 1000000000000000", "--batch 1000000000000000 should be a whole number from 1"),
-        ("--batch 4 --gpus-per-node 1000000", "--ranks-per-node 1000000 should be a whole number"),
-        ("--batch 4 --known-loss sum", "--known-loss sum should be left out, unless --known-good"),
-        ("--batch 100 --known-good 1@1e31", "--known-good 1@1e31 should be a learning rate"),
+        ("--batch 0", "--batch is 0; it should be a whole number from 1"),
+        (
+            "--batch 1000000000000000",
+            "--batch is 1000000000000000; it should be a whole number from 1",
+        ),
+        (
+            "--batch 4 --gpus-per-node 1000000",
+            "--ranks-per-node is 1000000; it should be a whole number",
+        ),
+        (
+            "--batch 4 --known-loss sum",
+            "--known-loss is sum; it should be left out, or given together with",
+        ),
+        ("--batch 100 --known-good 1@1e31", "--known-good is 1@1e31; it should be a learning rate"),
         *(
-            (f"--batch 4 --known-good {text}", f"--known-good {text} should be BATCH@LR, the batch")
+            (
+                f"--batch 4 --known-good {text}",
+                f"--known-good is {text}; it should be BATCH@LR, the batch",
+            )
             for text in ("16@", "@0.01", "16@-1", "16@nan", "0.1@256", "16@1e999999999")
         ),
-        ("--batch 4 --known-good 0@0.01", "--known-good 0@0.01 should be a whole number from 1"),
+        (
+            "--batch 4 --known-good 0@0.01",
+            "--known-good is 0@0.01; it should be a whole number from 1",
+        ),
         (
             "--batch 4 --loss token-mean --known-good 64@0.1 --known-loss sum",
-            "--known-loss sum should be mean: a loss summed over tokens grows with their number",
+            "--known-loss is sum; it should be mean: a loss summed over tokens grows with their",
         ),
-        ("--batch 4 --betas 0.9", "--betas 0.9 should be two numbers below 1"),
-        ("--batch 4 --betas 0.9,0.95", "--betas 0.9,0.95 should be left out, unless the optimizer"),
-        ("--batch 4 --tokens-over step", "--tokens-over step should be left out, unless the loss"),
-        ("--batch 4 --loss-times two", "--loss-times two should be numbers above 0 and world-size"),
-        ("--batch 4 --loss-times 0", "--loss-times 0 should be numbers above 0 and world-size"),
-        ("--batch 4 --like nanogpt --examples 9", "--examples 9 should be left out with --like"),
-        ("--batch 4 --like nanogpt --sampler distributed", "--sampler distributed should be left"),
+        ("--batch 4 --betas 0.9", "--betas is 0.9; it should be two numbers below 1"),
+        (
+            "--batch 4 --betas 0.9,0.95",
+            "--betas is 0.9,0.95; it should be left out, unless the optimizer",
+        ),
+        (
+            "--batch 4 --tokens-over step",
+            "--tokens-over is step; it should be left out, unless the loss",
+        ),
+        (
+            "--batch 4 --loss-times two",
+            "--loss-times is two; it should be numbers above 0 and world-size",
+        ),
+        (
+            "--batch 4 --loss-times 0",
+            "--loss-times is 0; it should be numbers above 0 and world-size",
+        ),
+        (
+            "--batch 4 --like nanogpt --examples 9",
+            "--examples is 9; it should be left out with --like",
+        ),
+        (
+            "--batch 4 --like nanogpt --sampler distributed",
+            "--sampler is distributed; it should be left",
+        ),
         (
             "--batch 4 --like nanogpt --accumulation 12 --ranks-per-node 8",
-            "--accumulation 12 should be a multiple of the 8 ranks",
+            "--accumulation is 12; it should be a multiple of the 8 ranks",
         ),
-        ("--batch 4 --like accelerate --parallelism ddp", "--parallelism ddp should be left out"),
+        (
+            "--batch 4 --like accelerate --parallelism ddp",
+            "--parallelism is ddp; it should be left out",
+        ),
         *(
             (
                 f"--batch 4 --like {trainer} --accumulation-divided",
@@ -73,14 +109,17 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
             for trainer in ("lightning", "accelerate", "hf-trainer")
         ),
         ("--batch 4 --accumulation-not-divided", "--accumulation-not-divided should be left out"),
-        ("--batch 4 --accumulation 2", "--accumulation-divided is missing: say whether"),
+        (
+            "--batch 4 --accumulation 2",
+            "--accumulation-divided is missing; it should be given: True",
+        ),
         (
             "--batch 4 --parallelism none --ranks-per-node 2",
-            "--ranks-per-node 2 should be 1",
+            "--ranks-per-node is 2; it should be 1",
         ),
         (
             "--batch 4 --parallelism data-parallel --nodes 2",
-            "--nodes 2 should be 1: data-parallel is one process",
+            "--nodes is 2; it should be 1: data-parallel is one process",
         ),
     ],
 )
