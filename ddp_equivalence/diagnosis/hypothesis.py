@@ -93,7 +93,8 @@ class Hypothesis:
     observations say about the cause; None if they say nothing.
 
     ``mend``: what to write instead, as an imperative on one line, in which ``{ranks}``, ``{nodes}``
-    and ``{examples}`` are their numbers; or a function that writes it. ``lines(view)``: at most
+    and ``{examples}`` are their numbers, and ``{divided}`` says to divide by the number of ranks
+    where a mean is right; or a function that writes it. ``lines(view)``: at most
     three lines of the user's code that show what happened, in the order in which they ran; they are
     asked for only if the cause is believed. ``guess``: the beginning of what a report says instead
     of the sentence and the headline, unless the cause was ``seen(view)``.
@@ -138,9 +139,11 @@ class Hypothesis:
         """What to write instead, as an imperative on one line."""
         if callable(self.mend):
             return self.mend(view)
-        setting = view.setting
         return self.mend.format(
-            ranks=setting.world_size, nodes=setting.layout.nodes, examples=setting.example_count
+            ranks=view.world_size,
+            nodes=view.setting.layout.nodes,
+            examples=view.setting.example_count,
+            divided=divided_by_ranks(view),
         )
 
 
@@ -215,6 +218,11 @@ def indication_if(
 def ranks_by_number(ranks: Sequence[int]) -> str:
     """The ranks as text: ``rank 3``, ``ranks 1, 3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def divided_by_ranks(view: View) -> str:
+    """The end of a mend that reduces gradients; "" if their sum is the big batch's gradient."""
+    return "" if view.parts.add_up_to_the_big_batch else f", and divide by {view.world_size}"
 
 
 def micro_batches_of_a_rank(view: View) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad, clip_grads_with_norm_
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.measurement.calls import (
@@ -576,6 +576,7 @@ def _loader(frame: FrameType) -> dict[str, Any]:
     samplers = [name for name in ("sampler", "batch_sampler") if given.get(name) is not None]
     of_user = (getattr(type(given[name]), "__iter__", None) for name in samplers)
     numbers = {name: given.get(name) for name in ("batch_size", "shuffle", "drop_last")}
+    numbers["takes_sampler"] = not samplers and not isinstance(given["dataset"], IterableDataset)
     shown = [] if "batch_sampler" in samplers else [f"batch_size={given.get('batch_size')}"]
     shown += [f"{name}={type(given[name]).__name__}" for name in samplers]
     shown += [f"{name}=True" for name in ("shuffle", "drop_last") if given.get(name)]

@@ -167,7 +167,7 @@ def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     if not is_whole and any(text.strip() for text in verdict.output.values()):
         beside.append("What the ranks printed, such as warnings, is in the whole report.")
     end: list[Item] = [
-        *(Sentences(ended(fix), "Fix: ", "fix") for fix in _fixes(verdict)),
+        *(Sentences(ended(fix), "Fix: ", "fix") for fix in fixes(verdict)),
         FirstThatFits(sure, partial(how_many_differ, verdict) if counts else None),
         Notes(beside),
         _commands(verdict, is_whole),
@@ -201,7 +201,7 @@ def _details(verdict: Verdict) -> Iterator[str]:
     yield seen and f"Seen: {seen}"
 
 
-def _fixes(verdict: Verdict) -> list[str]:
+def fixes(verdict: Verdict) -> list[str]:
     """The edit that repairs the step, if one was found; otherwise the fix of each cause; without a
     cause, that of the place where the difference is.
     """

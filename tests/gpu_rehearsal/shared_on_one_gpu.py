@@ -35,7 +35,7 @@ def test_ranks_share_the_gpu_and_the_report_says_so() -> None:
 
 def test_nccl_is_refused_and_names_the_lane_that_can() -> None:
     with pytest.raises(
-        BadCase, match="nccl_shared, whose ranks share GPUs: nccl needs 2 .*found 1"
+        BadCase, match=r"nccl_shared, whose ranks share GPUs: nccl needs 2 .*found 1"
     ):
         check(own_case(), right_step, backend="nccl")
 

@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": 680,
     "commands": 5_928,
     "comparison": 1_770,
-    "diagnosis": 20_004,
+    "diagnosis": 20_198,
     "faults": 2_140,
     "gate": 1_975,
     "measurement": 7_900,

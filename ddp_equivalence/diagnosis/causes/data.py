@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
+from ddp_equivalence.diagnosis.causes.losses import mend_examples
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
     example_numbers,
@@ -131,6 +132,26 @@ def _lines_that_give_all_the_same(view: View) -> Sequence[PointedLine]:
     numbers = example_numbers(_read_by_rank_0(view), most=4)
     note = f"all {view.world_size} ranks read {numbers}" if view.observed.examples_read else ""
     return of_data.lines_of_reading(view, pointed, note=note)
+
+
+def _with_sampler(view: View) -> str:
+    """What makes samplers and loaders give each rank its own part of one order; "" without any."""
+    if of_data.samplers(view):
+        return (
+            f"give DistributedSampler num_replicas={view.world_size}, each rank's own rank, and "
+            "the same seed on all ranks."
+        )
+    takes = [one for one in of_data.loaders(view) if of_data.number_of(one, "takes_sampler")]
+    if not takes:
+        return ""
+    shuffles = " in place of shuffle=True" if of_data.number_of(takes[-1], "shuffle") else ""
+    return f"give the DataLoader a DistributedSampler{shuffles}."
+
+
+def _mend_same_data(view: View) -> str:
+    count = view.world_size
+    rows = f"let rank r read only examples r, r + {count}, r + {2 * count}, and so on."
+    return _with_sampler(view) or rows
 
 
 Order = tuple[int, ...]
@@ -273,6 +294,12 @@ def _not_read(view: View) -> Indication | None:
     return _seen(view, bool(dropped), because, "every example was read")
 
 
+def _then(view: View) -> str:
+    """The rest of a mend: what divides rightly when every example counts once."""
+    divided = mend_examples(view)
+    return f", and {divided}" if divided else "."
+
+
 CAUSES = (
     Hypothesis(
         name="weights_differ_between_ranks",
@@ -300,8 +327,7 @@ CAUSES = (
         held=_copies_of_one_shard,
         indication=_same_read,
         lines=_lines_that_give_all_the_same,
-        mend="give each rank other examples: DistributedSampler with num_replicas={ranks} and its "
-        "own rank.",
+        mend=_mend_same_data,
         of_rows=True,
     ),
     Hypothesis(
@@ -315,8 +341,11 @@ CAUSES = (
         held=lambda view: _as_read(view, ranks_shuffled_apart(view)),
         indication=_other_orders,
         lines=_lines_that_shuffle,
-        mend="shuffle with the same seed on every rank, and take the rank's slice of that one "
-        "order.",
+        mend=lambda view: (
+            _with_sampler(view)
+            or "shuffle with the same seed on every rank, and take the rank's slice of that one "
+            "order."
+        ),
         of_rows=True,
     ),
     Hypothesis(
@@ -331,7 +360,7 @@ CAUSES = (
         lines=lambda view: of_data.lines_of_reading(
             view, ranks=next(iter(read_by_several_ranks(view)), ())
         ),
-        mend="let only one rank read each of the {examples} examples.",
+        mend="let exactly one rank read each of the {examples} examples.",
         of_rows=True,
     ),
     Hypothesis(
@@ -347,8 +376,7 @@ CAUSES = (
         held=_padded,
         indication=_read_again,
         lines=of_data.lines_of_reading,
-        mend="count every example once: give repetitions no weight, and divide by {examples} in "
-        "all.",
+        mend=lambda view: f"count every example once: give repetitions no weight{_then(view)}",
         of_rows=True,
     ),
     Hypothesis(
@@ -362,7 +390,7 @@ CAUSES = (
         held=_without_dropped,
         indication=_not_read,
         lines=lambda view: of_data.lines_of_reading(view, lines_that_replace_rows(view)),
-        mend="let a rank read them too, and divide by {examples}.",
+        mend=lambda view: f"let a rank read them too{_then(view)}",
         of_rows=True,
     ),
 )

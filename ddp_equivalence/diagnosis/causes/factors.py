@@ -144,6 +144,15 @@ def _lines_that_average(view: View) -> Sequence[PointedLine]:
     )
 
 
+def _mend_mean(view: View) -> str:
+    """A line that divides a sum is left out; else the loss is multiplied by what is missing."""
+    count, factor = view.world_size, common_factor(view)
+    what = _scaled(view, 1 / count) if factor is None or _equal(factor, 1 / count) else ""
+    if what and not averages(view):
+        return f"do not divide {what} by {count}: the loss is a sum."
+    return f"multiply the loss by {text_of(1 / (factor or 1 / count), '.6g')}: it is a sum."
+
+
 def _sum_of_ranks(view: View) -> Sequence[Prediction]:
     """The sum of what the ranks contribute, and the world size times the big batch."""
     sums = [view.world_size * view.expected]
@@ -216,10 +225,29 @@ def _mend_sum(view: View) -> str:
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
         again = "" if right else " The mean over the ranks is another gradient, too: check again."
         return f"do not multiply {what} by {count}{why}.{again}"
+    if view.observed.calls.places(Kind.DIVIDE_FACTOR):
+        return BY_ITSELF
     if is_unseen(view):
         return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
     where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
     return f"divide the gradients by {count}, the number of ranks, {where}."
+
+
+BY_ITSELF = (
+    "leave set_gradient_divide_factor out: it is for one module alone, and FSDP averages by itself."
+)
+
+
+def _mend_twice(view: View) -> str:
+    """The division that is one too many is left out."""
+    count, what = view.world_size, _scaled(view, 1 / view.world_size)
+    if view.observed.calls.places(Kind.DIVIDE_FACTOR):
+        return (f"do not divide {what} by {count}, and " if what else "") + BY_ITSELF
+    if what and averages(view):
+        return f"do not divide {what} by {count}: DDP and ReduceOp.AVG average by themselves."
+    if _divided_again(view):
+        return f"leave out one of the two divisions by {count}."
+    return f"divide by {count} once, not twice: DDP, ReduceOp.AVG and FSDP do it by themselves."
 
 
 def _divided_once_more(view: View) -> Sequence[Prediction]:
@@ -352,14 +380,22 @@ def _is_that_of_losses(view: View, factor: float) -> bool:
 
 def _lines_that_divide_by_node(view: View) -> Sequence[PointedLine]:
     """Where the gradients are added up, and where they are divided."""
-    in_its_hook = [
-        replace(line, is_fault=True)
-        for hook in view.observed.calls.places(Kind.HOOK)[-1:]
-        for line in lines_of_hook_divisors(view, hook)
-    ]
+    in_its_hook = [replace(one, is_fault=True) for one in _divisors_in_hook(view)]
     if in_its_hook:
         return in_order(view, line_of_reduction(view), *in_its_hook)
     return lines_of_factor(view, 1 / _local_world_size(view))
+
+
+def _divisors_in_hook(view: View) -> list[PointedLine]:
+    hooks = view.observed.calls.places(Kind.HOOK)[-1:]
+    return [line for hook in hooks for line in lines_of_hook_divisors(view, hook)]
+
+
+def _mend_by_node(view: View) -> str:
+    count, local = view.world_size, _local_world_size(view)
+    if line_that_scales(view, 1 / local) is not None or _divisors_in_hook(view):
+        return f"divide by {count}, dist.get_world_size(), not by {local}, the ranks of one node."
+    return f"divide the gradients by {text_of(count / local, '.6g')} more."
 
 
 def _wrong_divisor(view: View) -> int | None:
@@ -429,7 +465,7 @@ MEAN_NOT_SUM = Hypothesis(
     multiples=_averaged_over_ranks,
     indication=lambda view: _also_on_one_rank(view, 1 / view.world_size),
     lines=_lines_that_average,
-    mend="add the gradients up, or multiply the loss by {ranks} where they are averaged.",
+    mend=_mend_mean,
     limits_must_catch=True,
     wrong_divisor=True,
 )
@@ -464,7 +500,7 @@ AVERAGED_TWICE = Hypothesis(
     multiples=_one_over_ranks,
     indication=_no_second_division,
     lines=_lines_that_divide_twice,
-    mend="divide by {ranks} once: DistributedDataParallel and ReduceOp.AVG do that by themselves.",
+    mend=_mend_twice,
     guess="A second division by the number of ranks",
     seen=_divided_again,
     limits_must_catch=True,
@@ -484,10 +520,7 @@ LOCAL_WORLD_SIZE = Hypothesis(
     indication=_division_by_node,
     lines=_lines_that_divide_by_node,
     of_a_number=True,
-    mend=lambda view: (
-        f"divide by {view.world_size}, dist.get_world_size(), not by {_local_world_size(view)}, "
-        "the ranks of one node."
-    ),
+    mend=_mend_by_node,
     guess="A division by the ranks of one node, in place of all ranks,",
     seen=lambda view: line_that_scales(view, 1 / _local_world_size(view)) is not None,
     wrong_divisor=True,
@@ -505,5 +538,7 @@ WRONG_NUMBER = Hypothesis(
     indication=_one_divisor,
     lines=lambda view: lines_of_factor(view, 1 / (_wrong_divisor(view) or 1)),
     of_a_number=True,
-    mend="divide by {ranks}, which is dist.get_world_size().",
+    mend=lambda view: (
+        f"divide by {view.world_size}, dist.get_world_size(), not by {_wrong_divisor(view)}."
+    ),
 )

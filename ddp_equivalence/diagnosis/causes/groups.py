@@ -12,6 +12,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
     Prediction,
+    divided_by_ranks,
     indication_if,
     on_every_rank,
     on_several_ranks,
@@ -24,6 +25,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_small_groups,
     lines_that_choose_groups,
     ranks_without_gradient,
+    sharded_names,
     way_to,
 )
 from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
@@ -130,9 +132,12 @@ def _hook_has_the_group(view: View) -> bool:
 
 
 def _mend_groups(view: View) -> str:
-    count, wrapped = view.world_size, bool(view.observed.wrappers)
-    hint = " (DDP: no process_group)" if wrapped and not _hook_has_the_group(view) else ""
-    return f"reduce over all {count} ranks{hint}, and divide by {count}."
+    count = view.world_size
+    if sharded_names(view):
+        return f"give FSDP a mesh of all {count} ranks."
+    if view.observed.wrappers and not _hook_has_the_group(view):
+        return f"make DDP without process_group: it then averages over all {count} ranks."
+    return f"reduce over all {count} ranks{divided_by_ranks(view)}."
 
 
 # Gradients are averaged inside each node, and nothing is reduced between the nodes. Where the
@@ -415,7 +420,7 @@ LEFT_OUT = (
         tell_apart="Use more than one rank on every node.",
         held=_without_ranks,
         lines=_lines_of_left_out,
-        mend="let the gradient of every rank count in an all_reduce of all {ranks}.",
+        mend="let the gradient of every rank count in an all_reduce of all {ranks}{divided}.",
     ),
     Hypothesis(
         name="node_left_out",
@@ -426,7 +431,7 @@ LEFT_OUT = (
         tell_apart="Use more than one rank on every node.",
         held=_without_node,
         lines=_lines_of_left_out,
-        mend="let the gradient of every rank count in an all_reduce of all {ranks}.",
+        mend="let the gradient of every rank count in an all_reduce of all {ranks}{divided}.",
     ),
 )
 
@@ -441,5 +446,8 @@ FROZEN = Hypothesis(
     held=lambda view: list(_without_one_rank(view)),
     indication=_frozen,
     lines=_lines_that_freeze,
-    mend="set requires_grad to the same value on all {ranks} ranks.",
+    mend=lambda view: (
+        f"set requires_grad=True for {names_text(sorted(view.measured.differing))} on "
+        f"{ranks_by_number(sorted(_ranks_with_frozen_parameters(view)))}, too."
+    ),
 )

@@ -63,6 +63,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.whereabouts import MOST_LINES
 from ddp_equivalence.measurement.calls import Contents, Kind
 from ddp_equivalence.measurement.graph_watch import OwnBackward
+from ddp_equivalence.strategies.sharded_batch import Indices
 
 MOST_COUNTS = 8
 """With more ranks a report does not list how many examples each of them has."""
@@ -71,13 +72,29 @@ FEW_DIGITS = "2"
 """A number of so few digits may have been written down as it is."""
 
 
-def _divided_by_all(view: View, summed: str, times: str) -> str:
-    """The mend of a loss that divides by a count of its own. ``times``: the number of ranks."""
+def _divided_by_all(view: View, summed: str) -> str:
+    """The mend of a loss that divides by a count of its own."""
+    if view.world_size == 1:
+        return f"{summed}."
     if is_unseen(view):
         return f"{summed}; under DDP, multiply it by {view.world_size} too."
     if averages(view):
-        return f"{summed}, and multiply it by {times}."
+        return f"{summed}, and multiply it by {view.world_size} (world size)."
     return f"{summed}, and add the ranks' gradients up."
+
+
+def mend_examples(view: View) -> str:
+    """Divide by what the big batch divides by, also where ranks read other examples than it has; ""
+    if its loss is a sum.
+    """
+    count = view.setting.example_count
+    halves = tuple(range(count // 2)), tuple(range(count // 2, count))
+    gradients = torch.stack(list(map(view.examples.gradient, halves)))
+    if nearly_equal(gradients.sum(0), view.expected):
+        return ""
+    if is_mean_over_examples(view, halves):
+        return _divided_by_all(view, f"divide the sum of the examples' losses by {count}")
+    return mend_counts(view)
 
 
 def _lines_of_means(
@@ -109,9 +126,11 @@ def _mean_of_means(view: View) -> Sequence[Prediction]:
     )
 
 
-def is_mean_over_examples(view: View) -> bool:
-    """True if the big batch is the mean of the parts, each weighted by its examples."""
-    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank if part]
+def is_mean_over_examples(view: View, parts: Sequence[Indices] = ()) -> bool:
+    """True if the big batch is the mean of the parts, each weighted by its examples. Without any,
+    they are those that the ranks read.
+    """
+    parts = parts or [part for of_rank in view.parts.by_rank or () for part in of_rank if part]
     return bool(parts) and is_weighted_mean(view, parts, [len(part) for part in parts])
 
 
@@ -197,14 +216,13 @@ def _lines_of_counts(view: View) -> Sequence[PointedLine]:
 
 def mend_counts(view: View) -> str:
     """Divide by the count of all ranks."""
-    count, divisors = view.world_size, _divisors(view)
+    divisors = _divisors(view)
     unit = "count" if all(one.is_count for one in divisors) else "sum of the weights"
-    if count == 1:
+    if view.world_size == 1:
         return f"divide each micro-batch's summed loss by the {unit} of the whole window."
     window = "the whole window on " if _of_micro_batches(view) else ""
     what = "each term's sum by its" if len(divisors) > 1 else "the summed loss by the"
-    summed = f"divide {what} {unit} of {window}all ranks"
-    return _divided_by_all(view, summed, f"{count} (world size)")
+    return _divided_by_all(view, f"divide {what} {unit} of {window}all ranks")
 
 
 def _of_nodes(view: View) -> Sequence[Prediction]:
@@ -352,13 +370,19 @@ def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
 def _mend_another_count(view: View) -> str:
     ratios, own = _ratios(view), counts_by_rank(view)
     if ratios:
-        wrong, right = _wrong_and_right(ratios[0])
-        return f"divide by {right} ({ratios[0].right_unit}), not by {wrong}."
+        (wrong, right), unit = _wrong_and_right(ratios[0]), ratios[0].right_unit
+        seen = _divided_by(view, ratios[0])
+        if seen is None:
+            return f"multiply the loss by {wrong} / {right}; {right} is the right count ({unit})."
+        part = ratios[0].counts[0] / seen  # of several ranks, each may have an equal part of it
+        over = "" if part == 1 else f" / {text_of(part, '.6g')}"
+        return f"divide by {right}{over} ({unit}), not by {text_of(seen, '.6g')}."
     if not own:
         return "divide by what the loss of the big batch divides by."
     total = text_of(own[0].total, ".6g")
-    summed = f"divide the summed loss by {total} ({own[0].right_unit}, on all ranks)"
-    return _divided_by_all(view, summed, f"{view.world_size} (world size)")
+    return _divided_by_all(
+        view, f"divide the summed loss by {total} ({own[0].right_unit}, on all ranks)"
+    )
 
 
 def _every_normaliser(view: View) -> Sequence[WrongFactor]:
@@ -417,6 +441,16 @@ def _lines_of_sum(view: View) -> Sequence[PointedLine]:
     factor = common_factor(view)
     note = "a sum, not a mean" + (f": {text_of(factor, '.6g')} times too large" if factor else "")
     return in_order(view, line_of_loss(view, note, True), line_of_reduction(view))
+
+
+def _mend_summed(view: View) -> str:
+    factor, ratio = common_factor(view), common_loss_factor(view)
+    if factor is None:
+        return 'take the mean over the rank\'s own examples: reduction="mean", not "sum".'
+    by = text_of(factor, ".6g")
+    one_pass = ratio is not None and losses_close(factor, ratio)
+    mean = ", as the mean does," if one_pass else ""
+    return f"the loss is a sum: divide it by {by}{mean} before backward."
 
 
 # Every rank computes the loss of the whole batch, but only its own part carries a gradient.
@@ -549,7 +583,7 @@ UNEQUAL_MEANS = (
         tell_apart="Give all ranks equally many examples: only this difference then goes away.",
         held=lambda view: _mean_of_means(view) if is_mean_over_examples(view) else (),
         lines=_lines_of_uneven,
-        mend="divide the summed loss by all {examples} examples, times {ranks} where DDP averages.",
+        mend=mend_examples,
         limits_must_catch=True,
         wrong_divisor=True,
     ),
@@ -627,7 +661,7 @@ LOCAL_LOSS_SUMMED = Hypothesis(
     multiples=_every_normaliser,
     indication=_no_sum_of_losses,
     lines=_lines_of_sum,
-    mend='take the mean over the rank\'s own examples: reduction="mean", not "sum".',
+    mend=_mend_summed,
     of_a_number=True,
     wrong_divisor=True,
 )

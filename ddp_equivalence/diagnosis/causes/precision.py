@@ -274,6 +274,11 @@ def _is_narrow(collective: CollectiveCall, view: View) -> bool:
     return dtype is not None and torch.finfo(dtype).eps > torch.finfo(view.setting.dtype).eps
 
 
+def _mend_type(view: View) -> str:
+    own = str(view.setting.dtype).removeprefix("torch.")
+    return f"reduce the gradients in {own}, their own type."
+
+
 NOT_UNSCALED = Hypothesis(
     name="gradient_scaled_not_unscaled",
     sentence="The loss was multiplied by a loss scale, and the gradient was not divided by it.",
@@ -329,7 +334,7 @@ ROUNDING = (
         tell_apart="Use a smaller loss scale: the gradients are then finite.",
         indication=_overflow,
         lines=_lines_of_overflow,
-        mend="divide by {ranks} before the reduction, or reduce in float32.",
+        mend=_mend_type,
     ),
     Hypothesis(
         name="low_precision_reduce",
@@ -343,10 +348,7 @@ ROUNDING = (
         held=_of_narrow_type,
         indication=_reduced_in_half,
         lines=_lines_of_narrow_type,
-        mend=lambda view: (
-            f"reduce the gradients in {str(view.setting.dtype).removeprefix('torch.')}, their own "
-            "type."
-        ),
+        mend=_mend_type,
     ),
     ROUNDS_DIFFERENTLY,
 )

@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
     Prediction,
+    divided_by_ranks,
     indication_if,
     where_all_report,
 )
@@ -95,7 +96,9 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
 def _mend_nothing_reduced(view: View) -> str:
     if not view.observed.calls.reductions and lines_that_keep_from_reducing(view):
         return "let the reduction run that is there: the marked line keeps it from running."
-    return f"let DDP, its hook or an all_reduce average each gradient over {view.world_size} ranks."
+    if _hooks(view):
+        return f"reduce each bucket in the hook{divided_by_ranks(view)}."
+    return f"all_reduce each gradient over {view.world_size} ranks{divided_by_ranks(view)}."
 
 
 def _wrapper_called(view: View) -> Indication | None:
@@ -426,9 +429,9 @@ def _lines_that_keep_out(view: View) -> list[PointedLine]:
 def _mend_others(view: View) -> str:
     left_out = _left_out(view)
     if sharded_names(view):
-        return f"do not keep {left_out} from FSDP, or all_reduce their gradients yourself."
+        return f"do not keep {left_out} from FSDP, which averages what it is given."
     if not view.observed.wrappers:
-        return f"all_reduce {left_out} too."
+        return f"all_reduce the gradient of {left_out} as others are, with the same divisor."
     if view.observed.calls.reductions:
         either = f"all_reduce {left_out} too, as is done with other gradients"
         return either + (", or do not keep them from DDP." if _lines_that_keep_out(view) else ".")
@@ -533,7 +536,7 @@ NO_GRADIENT_REDUCED = (
         held=_copies_alone,
         indication=_copies_not_used,
         lines=_lines_of_copies,
-        mend="write the mean over {ranks} ranks back into each .grad.",
+        mend="write what was reduced back into each .grad{divided}.",
     ),
     _unreduced(
         name="no_all_reduce",
@@ -566,7 +569,11 @@ NO_GRADIENT_REDUCED = (
         headline="synchronisation stays off in every forward",
         indication=_synchronised,
         lines=_lines_of_no_sync,
-        mend="run the last forward pass of a step outside no_sync.",
+        mend=lambda view: (
+            "run the last forward pass of a step outside no_sync."
+            if lines_of_no_sync(view)
+            else "set require_backward_grad_sync=True before the last forward pass of a step."
+        ),
     ),
     _unreduced(
         name="wrapper_dropped",
@@ -586,7 +593,7 @@ NO_GRADIENT_REDUCED = (
         headline="parameters are all-reduced, not gradients",
         indication=_parameters_reduced,
         lines=_lines_of_parameters,
-        mend="all_reduce parameter.grad, not parameter, and divide it by {ranks}.",
+        mend="all_reduce parameter.grad, not parameter{divided}.",
     ),
 )
 

@@ -458,6 +458,9 @@ def _backward_again(view: View) -> Indication | None:
     most = max(passes.values())
     if most == 1:
         return Indication(False, "backward was called once in this step")
+    cleared = {name for place in lines_that_clear(view) for name in place.names}
+    if cleared >= view.measured.differing:
+        return Indication(False, "the gradients that differ were cleared between two passes")
     parts = view.observed.examples_read
     if parts is None:
         parts = view.parts.by_rank if _has_windows(view) else None
@@ -521,7 +524,9 @@ BY_FULL = Hypothesis(
     multiples=_part_of_full,
     indication=_shorter_window,
     lines=_lines_of_short_window,
-    mend="divide by the number of micro-batches in this window, not by that of a full one.",
+    mend=lambda view: (
+        f"divide by the number of micro-batches in this window, not by {_full_window(view)}."
+    ),
     of_a_number=True,
 )
 
@@ -563,7 +568,7 @@ BOUNDARY = Hypothesis(
     held=_at_another_boundary,
     indication=_synchronised_before,
     lines=_lines_of_window,
-    mend="reduce once, after the last micro-batch, and clear gradients only before the first.",
+    mend="reduce once, after the last micro-batch, and clear gradients nowhere in between.",
 )
 
 BEFORE_END = Hypothesis(

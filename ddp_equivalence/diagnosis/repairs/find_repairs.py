@@ -6,6 +6,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from time import monotonic
 
 import torch
@@ -224,7 +225,10 @@ def _repairs_of(edits: Iterable[Edit]) -> tuple[Repair, ...]:
 # An edit of the user's code with which every rank was seen to hold the big batch's gradients.
 
 LONGEST = 60
-"""Longer code is cut."""
+"""Longer code is cut, on both sides of what an edit changes in it."""
+
+BESIDE = 40
+"""So many characters are shown on each side of it."""
 
 MOST_NUMBERS = 3
 """So many of the lines that were edited are named in a sentence."""
@@ -247,8 +251,8 @@ class Repair:
     @property
     def text(self) -> str:
         """The change, as part of a sentence: ``with `a - b` in place of `a + b` ``."""
-        shown = f"with `{_on_one_line(self.after)}` in place of `{_on_one_line(self.before)}`"
-        return self.said or shown
+        after, before = _where_they_differ(self.after, self.before)
+        return self.said or f"with `{after}` in place of `{before}`"
 
 
 @dataclass(frozen=True)
@@ -294,9 +298,26 @@ def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
         yield PointedLine(one.line, note, is_fault=number == 0 and not one.is_broad)
 
 
-def _on_one_line(code: str) -> str:
-    text = " ".join(code.split())
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+def _alike(*texts: str) -> int:
+    """With how many characters in common the texts begin."""
+    pairs = zip(*texts, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: len(set(pair)) == 1, pairs))
+
+
+def _where_they_differ(*codes: str) -> list[str]:
+    """Each code on one line; of long ones, what differs and a little on each side of it."""
+    texts = [" ".join(one.split()) for one in codes]
+    if max(map(len, texts)) <= LONGEST:
+        return texts
+    same = _alike(*texts)
+    same_end = _alike(*(one[same:][::-1] for one in texts))
+    before, after = max(0, same - BESIDE), max(0, same_end - BESIDE)
+    shown = []
+    for text in texts:
+        part = text[before : len(text) - after]
+        is_cut = after > 0 or len(part) > LONGEST + 20
+        shown.append(f"{'...' * bool(before)}{part[: LONGEST + 20]}{'...' * is_cut}")
+    return shown
 
 
 # Whether an edit repairs the step for good, or only hides what is wrong in this one case.

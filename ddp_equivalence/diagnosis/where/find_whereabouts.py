@@ -27,6 +27,7 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
 )
 from ddp_equivalence.diagnosis.where.pieces import EQUAL, Pieces, pieces_of, same_loss
 from ddp_equivalence.diagnosis.where.reduction import (
+    fault_of_mixed_parameters,
     fault_of_non_members,
     fault_of_reduction,
     fault_of_separate_groups,
@@ -48,7 +49,6 @@ MOST_BEHIND = 8
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
 
-FIX_OF_A_FACTOR = "leave this factor out, or put it into the loss of the big batch as well."
 
 STANDS_OUT = 10.0
 """In a coarse precision a piece is wrong if its error is so many times that of the others."""
@@ -59,9 +59,9 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
-    in_groups = fault_of_non_members(view) or fault_of_small_groups(view)
-    if in_groups is not None:
-        return _in_step(view, in_groups)
+    for fault in (fault_of_non_members, fault_of_small_groups, fault_of_mixed_parameters):
+        if (found := fault(view)) is not None:
+            return _in_step(view, found)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
         return not_seen("no backward pass was recorded whose gradients are those of the model")
@@ -198,8 +198,16 @@ def _factor_before_the_mean(
         sentence=f"Every gradient is {text_of(times, '.6g')} times that of the big batch. The "
         f"reduction returns the mean, and {each} of a rank computes {what}.",
         lines=distinct([*on_the_way_back, *of_loss]),
-        fix="" if is_right or on_the_way_back else FIX_OF_A_FACTOR,
+        fix="" if is_right or on_the_way_back else _fix_of_a_factor(factor, times),
     )
+
+
+def _fix_of_a_factor(factor: float, times: float) -> str:
+    what = "leave this factor out"
+    if not same_loss(factor, times):  # each of several passes has a part of the loss
+        divisors = (text_of(one, ".6g") for one in (times / factor, 1 / factor))
+        what = "divide each loss by {}, not by {}".format(*divisors)
+    return f"{what}, or put this factor into the loss of the big batch as well."
 
 
 def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine | None]:
@@ -244,4 +252,5 @@ def where_without_view(
     if view is None:
         return not_seen(why_no_view)
     names = [name for (_, name), one in expected.items() if one is not None]
-    return where_gradients_are_missing(observed, names, view)
+    mixed = None if view is None else fault_of_mixed_parameters(view)
+    return mixed or where_gradients_are_missing(observed, names, view)

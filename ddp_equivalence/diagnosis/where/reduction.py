@@ -488,7 +488,7 @@ class _Search:
             return None  # torch.autograd.grad, for instance, leaves nothing by design
         mixed = [one for one in path.states if local and self._is_shared(one)]
         lines = [
-            *(pointed(one, "clears them between two passes", True) for one in cleared[:1]),
+            *(pointed(one, done_text(one.call, self.pieces), True) for one in cleared[:1]),
             *(lines_of_no_sync(self.view) if local or lost else ()),
             *(pointed(one, done_text(one.call, self.pieces), True) for one in changes),
             *(pointed(one, "reduces them before the last pass", True) for one in mixed[:1]),
@@ -503,11 +503,14 @@ class _Search:
         ]
         if not parts:
             return self._of("the backward passes do not count equally", _counting(weights), lines)
-        fix = "change gradients once, after the last backward pass."
+        fix = "change gradients once, after the last backward pass." if changes else ""
         if local:
             fix = "reduce once, in or after the last backward pass."
         elif lost:
-            fix = "clear the gradients once, before the first backward pass." if cleared else ""
+            # Passes at other weights, as in sharpness-aware minimisation, are not to be added up.
+            used = {one.weights for one in self.view.observed.by_rank[path.rank].forwards}
+            is_seen = any(one.call.clears for one in cleared) and len(used) == 1
+            fix = "clear the gradients once, before the first backward pass." if is_seen else ""
         return self._of(
             "not every backward pass is reduced",
             f"Of {len(own)} backward passes of a rank, {', '.join(parts)}.",
@@ -688,6 +691,41 @@ def fault_of_non_members(view: View) -> Whereabouts | None:
         fix="give each rank a group that it is in.",
         explains_all=True,
     )
+
+
+# Ranks that go through different lists of parameters add up what does not belong together.
+
+
+def fault_of_mixed_parameters(view: View) -> Whereabouts | None:
+    """Which call adds up gradients of different parameters; None if none was seen to do so."""
+    calls = view.observed.calls
+    reducing = (filter(reduces_gradients, calls.of(rank)) for rank in range(view.world_size))
+    for together in zip(*reducing, strict=False):
+        found = [call.collective for call in together if call.collective is not None]
+        if any(len(one.ranks) < view.world_size for one in found):
+            return None
+        names = [one.names for one in found]
+        if not all(names) or len(set(map(frozenset, names))) == 1:
+            continue
+        other = next(rank for rank, one in enumerate(names) if {*one} != {*names[0]})
+        one, two = names_text(names[0]), names_text(names[other])
+        mixed = f"{one} on rank 0 and of {two} on rank {other}"
+        place = next(one for one in calls.reductions if one.line == together[0].at)
+        lists = [replace(one, is_fault=False) for one in lines_that_left_out(view, place)]
+        return Whereabouts(
+            "reduction",
+            "gradients of different parameters are added up",
+            f"One {found[0].op} adds up the gradients of {mixed}: the ranks go through different "
+            "lists of parameters.",
+            distinct([*lists, place.pointed(f"adds up {mixed}", is_fault=True)]),
+            view.parameters.names,
+            tuple(range(view.world_size)),
+            fix="reduce the same parameters in the same order on every rank, with zeros for those "
+            "that have no gradient.",
+            what="gradients missing",
+            explains_all=True,
+        )
+    return None
 
 
 # Ranks that no collective joins cannot hold what the others computed.

@@ -133,7 +133,7 @@ def test_ranks_share_gpus_if_there_are_fewer(
 def test_each_lane_of_nccl_is_refused_where_the_other_runs(gpus: Callable[[int], None]) -> None:
     gpus(2)
     with pytest.raises(
-        CannotRunHere, match="nccl_shared, whose ranks share GPUs: nccl needs 4 .*found 2"
+        CannotRunHere, match=r"nccl_shared, whose ranks share GPUs: nccl needs 4 .*found 2"
     ):
         choose(parse("1x4"), "nccl")
     enough = "more ranks than CUDA devices (with one for each, nccl runs), found 2"

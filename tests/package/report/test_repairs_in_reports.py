@@ -98,6 +98,14 @@ def _repair(verdict: Verdict, before: str, after: str) -> Repair:
     return Repair(line, before, after)
 
 
+def test_of_long_code_what_an_edit_changes_is_shown(verdict: Verdict) -> None:
+    before = LONG.replace("world_size)", "world_size - 1)")
+    assert _repair(verdict, before, LONG).text == (
+        "with `...size + rank.world_size + rank.world_size)` in place of "
+        "`...size + rank.world_size + rank.world_size - 1)`"
+    )
+
+
 @pytest.mark.parametrize(("before", "after"), [(FAULTY, LONG), (LONG, "x"), ("a\n  +\n b", LONG)])
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_report_fits_on_a_screen_with_long_code(

@@ -1,0 +1,52 @@
+"""The fix that a report prints is applied, word for word, and the step is then the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_equivalence import check
+from ddp_equivalence.case import settings
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.report.render import fixes
+from tests.diagnosis.fixes import data, losses, places, reductions
+from tests.diagnosis.fixes.programs import PROGRAMS, Program
+
+pytestmark = pytest.mark.self_check
+
+MODULES = (data, reductions, losses, places)
+"""The modules that hold the programs."""
+
+WITHOUT = {
+    "batch_norm_local_statistics": "a property of the model, for which no fix is needed",
+    "dropout_differs_from_reference": "a property of the model, for which no fix is needed",
+    "batch_statistics_local": "only losses of the catalogue are known to have such a term",
+    "ranks_differ_by_rounding": "no rank is off by more than rounding, before and afterwards",
+    "graph_changed": "it takes two steps of one wrapper, which tests/diagnosis/causes has",
+}
+"""Causes of which no program is here, with the reason."""
+
+
+def is_by_cause(program: Program) -> str:
+    return f"{program.cause or 'elsewhere'}-{program.step.__name__}"
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=is_by_cause)
+def test_a_fix_mends_the_program_that_shows_it(program: Program) -> None:
+    options = dict(program.options or {})
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        verdict = check(program.case, program.step, **options)
+        assert verdict.causes == tuple(filter(None, [program.cause])), verdict
+        assert " ".join(fixes(verdict)) == program.fix
+        if program.edits:
+            mended = check(program.case, program.mended(), **options)
+            assert mended.outcome == "same", mended
+
+
+def test_every_cause_has_a_program_or_a_reason_why_it_has_none() -> None:
+    shown = {program.cause for program in PROGRAMS}
+    assert shown.isdisjoint(WITHOUT)
+    assert {one.name for one in HYPOTHESES} == shown - {""} | set(WITHOUT)
+
+
+def test_a_fix_has_edits_and_programs_without_a_fix_have_none() -> None:
+    assert [one.step.__name__ for one in PROGRAMS if bool(one.fix) != bool(one.edits)] == []
