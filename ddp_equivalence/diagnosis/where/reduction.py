@@ -717,7 +717,7 @@ def fault_of_mixed_parameters(view: View) -> Whereabouts | None:
             "gradients of different parameters are added up",
             f"One {found[0].op} adds up the gradients of {mixed}: the ranks go through different "
             "lists of parameters.",
-            distinct([*lists, place.pointed(f"adds up {mixed}", is_fault=True)]),
+            distinct([*lists, place.pointed(f"adds up those of {mixed}", is_fault=True)]),
             view.parameters.names,
             tuple(range(view.world_size)),
             fix="reduce the same parameters in the same order on every rank, with zeros for those "
