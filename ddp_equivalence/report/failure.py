@@ -284,6 +284,11 @@ def failure_blocks(
     for number, (end, *others) in enumerate(alike[: 1 + MOST_CONSEQUENCES]):
         role = "Root cause" if number == 0 else "Also" if changed else "Then"
         yield [*_rank_end_lines(end, role, lane), *paragraph(_same([end, *others]), "  ")]
+    if alike and not changed:
+        about = alike[0][0].about
+        advice = [f"Fix: {fix}" for fix in _fixes(failure, _calls_that_differ(rerun))]
+        texts = [*([_explained(about, failure.ends)] if about else []), *advice]
+        yield [line for text in texts for line in paragraph(text, "  ")]
     finished = [end.rank for end in failure.ends if not end.failed]
     more = sum(map(len, alike[1 + MOST_CONSEQUENCES :]))
     yield [

@@ -308,7 +308,10 @@ def test_the_report_names_what_mends_the_step(
     joined = " ".join(text.split())
     assert [one for one in words if one not in joined] == [], text
     assert_short(text)
-    assert "Traceback" in verdict.full_report()
+    whole = " ".join(verdict.full_report().split())
+    assert "Traceback" in whole
+    advice = [one for one in words if one.startswith(("Fix: ", "Hint: "))]
+    assert [one for one in advice if one not in whole] == [], whole
     outcomes = [check(case_of(better), right).outcome for better, right in mended]
     assert outcomes == [after] * len(mended)
 
