@@ -90,7 +90,11 @@ def _nested(name: str, wrapper: Any, frames: Frames) -> DdpError:
             function = getattr(function, "__self__", function)
             known = names.get(function, module) if isinstance(function, nn.Module) else module
             return DdpError(About.CHECKPOINTED, (name,), known, _line_of_checkpoint(names))
-    own = [(frame.f_code.co_filename, number) for frame, number in frames if _is_users(frame)]
+    own = [
+        (frame.f_code.co_filename, number)
+        for frame, number in frames
+        if is_users(frame.f_code.co_filename)
+    ]
     line = next((text_of_line(*place) for place in own), "")
     return DdpError(About.NESTED_BACKWARD, (name,), module, line)
 
@@ -103,21 +107,22 @@ def _line_of_checkpoint(modules: Iterable[nn.Module]) -> str:
             with suppress(OSError):
                 lines, first = inspect.getsourcelines(method)
                 at = (n for n, line in enumerate(lines) if re.search(r"\bcheckpoint\w*\(", line))
-                if belongs_to_user(file) and (number := next(at, None)) is not None:
+                if is_users(file) and (number := next(at, None)) is not None:
                     return text_of_line(file, first + number)
     return ""
 
 
 def _earlier(call: str, frames: Frames) -> str:
     """The last line of the same function of the user's that stands before and makes such a call."""
-    frame, number = next(one for one in reversed(frames) if _is_users(one[0]))
+    frame, number = next(one for one in reversed(frames) if is_users(one[0].f_code.co_filename))
     file, first = frame.f_code.co_filename, frame.f_code.co_firstlineno
     lines = (at for at in range(number - 1, first, -1) if call in linecache.getline(file, at))
     return next((text_of_line(file, at) for at in lines), "")
 
 
-def _is_users(frame: FrameType) -> bool:
-    return belongs_to_user(frame.f_code.co_filename)
+def is_users(file: str) -> bool:
+    """True for a file of the user's own; not for ``<frozen importlib._bootstrap>``."""
+    return not file.startswith("<") and belongs_to_user(file)
 
 
 def text_of_line(file: str, number: int) -> str:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_equivalence.ranks.collectives import last_collective
-from ddp_equivalence.ranks.ddp_errors import PLACE, ddp_error, text_of_line
+from ddp_equivalence.ranks.ddp_errors import PLACE, ddp_error, is_users, text_of_line
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed, RanksTimedOut
-from ddp_equivalence.ranks.importable import belongs_to_user
 
 # The messages between the judging process and a rank.
 #
@@ -111,7 +110,7 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
     what = "".join(traceback.format_exception_only(error)).strip()
     places += [(file, int(number)) for file, number in IN_WORKER.findall(what)]
     outside = [place for place in places if not _is_torch(place[0])]
-    users = [place for place in outside if belongs_to_user(place[0])]
+    users = [place for place in outside if is_users(place[0])]
     line = next((text_of_line(*place) for place in reversed(users or outside)), "")
     last = last_collective()
     return {
@@ -219,7 +218,7 @@ def innermost_line(stack: str) -> tuple[str, str]:
     inside = list(takewhile(lambda frame: _is_torch(frame[0]), frames))
     called = [function for _, _, function in inside if function != "wrapper"]
     outside = [(file, int(number)) for file, number, _ in frames[len(inside) :]]
-    users = (place for place in outside if belongs_to_user(place[0]))
+    users = (place for place in outside if is_users(place[0]))
     line = next(users, next(iter(outside), None))
     return "" if line is None else text_of_line(*line), (called or [""])[-1]
 

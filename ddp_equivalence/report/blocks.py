@@ -149,7 +149,7 @@ class Sentences:
 
     text: str
     label: str = ""
-    limit: Literal["texts", "fix", "line_notes", "notes"] = "texts"
+    limit: Literal["texts", "fix", "line_notes", "notes", "rows"] = "texts"
     indent: str = "  "
 
     def lines(self, shape: Shape) -> list[Line]:

@@ -70,7 +70,7 @@ def failure_screen(
     ]
     items: list[Item] = []
     if not first.waits:  # else the sentence that says who waits for whom has said it
-        items.append(Sentences(f"{where} {_what(first)}", "Root cause: "))
+        items.append(Sentences(f"{where} {_what(first)}", "Root cause: ", "rows"))
     if first.about is not None:
         items.append(Sentences(_explained(first.about, failure.ends), limit="notes"))
     items += [

@@ -19,14 +19,14 @@ BUDGETS = {
     "checking": 680,
     "commands": 5_928,
     "comparison": 1_770,
-    "diagnosis": 20_198,
+    "diagnosis": 20_199,
     "faults": 2_140,
     "gate": 1_975,
     "measurement": 7_900,
     "observed_scripts": 8_104,
     "pytest_plugin": 1_609,
-    "ranks": 7_053,
-    "report": 5_069,
+    "ranks": 7_057,
+    "report": 5_074,
     "strategies": 1_390,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
