@@ -453,12 +453,15 @@ class TorchCalls:
         }
 
     def _owned(self, frame: FrameType) -> dict[str, Any]:
-        """The parameters of a module or an optimizer."""
+        """The parameters of a module or an optimizer, of which the value is the learning rate."""
         owner: Any = frame.f_locals["self"]
         if isinstance(owner, nn.Module):
             return {"names": self._names_of(owner)}
         parameters = [one for group in owner.param_groups for one in group["params"]]
-        return {"names": self._names_of(parameters), "what": type(owner).__name__}
+        rate = owner.param_groups[0].get("lr")
+        rate = float(rate) if isinstance(rate, int | float | Tensor) else None
+        names, what = self._names_of(parameters), type(owner).__name__
+        return {"names": names, "what": what, "value": rate}
 
     def _sharding(self, frame: FrameType) -> dict[str, Any] | None:
         module, name = frame.f_locals.get("module"), frame.f_code.co_name

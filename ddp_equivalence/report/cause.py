@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.draws import ON_A_GPU
 from ddp_equivalence.diagnosis.examples_read import short_numbers
+from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.report.blocks import place_name
-from ddp_equivalence.report.text import (
-    Line,
-    labelled,
-    paragraph,
-    plural,
-)
+from ddp_equivalence.report.text import Line, labelled, paragraph, plural
 
 if TYPE_CHECKING:
     import torch
@@ -217,9 +213,8 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         if wrong is not None and wrong.number is not None:
             first = sum(verdict.examples[: wrong.number - 1])
             of_step = verdict.read_order[first : first + verdict.examples[wrong.number - 1]]
-            numbers = short_numbers(of_step, MOST_EXAMPLES)
             examples = f"Examples 0 to {len(of_step) - 1} of step {wrong.number}"
-            yield f"{examples} are {numbers} of the batch."
+            yield f"{examples} are {short_numbers(of_step, MOST_EXAMPLES)} of the batch."
     training, is_update = verdict.asked.training, verdict.asked.compare == "update"
     if training.is_of_the_user:
         predicted = "" if verdict.outcome == "same" else ", from which no cause is predicted"
@@ -227,7 +222,11 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
     elif verdict.outcome == "same":
         return
     elif is_update and training.is_plain_sgd:
-        yield f"Compared with plain SGD, learning rate {training.lr:g}: is that what the step does?"
+        calls = (call for seen in verdict.observed.values() for call in seen.calls)
+        rates = {call.value for call in calls if call.kind is Kind.OPTIMIZER_STEP}
+        own = ", ".join(text_of(one, ".6g") for one in rates if one and one != training.lr)
+        of_step = f"; that of the step is {own}." if own else ": is that what the step does?"
+        yield f"Compared with plain SGD, learning rate {training.lr:g}{of_step}"
     elif is_update:
         yield "Compared with your optimizer= and clip=: are they those of the step?"
 

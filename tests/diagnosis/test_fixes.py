@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from ddp_equivalence import check
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Rank, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.report.render import fixes
 from tests.diagnosis.fixes import data, losses, places, reductions
 from tests.diagnosis.fixes.programs import PROGRAMS, Program
+from tests.diagnosis.names.small_case import case, report_of
+from tests.package.own_cases import loss
 
 pytestmark = pytest.mark.self_check
 
@@ -46,6 +52,17 @@ def test_every_cause_has_a_program_or_a_reason_why_it_has_none() -> None:
     shown = {program.cause for program in PROGRAMS}
     assert shown.isdisjoint(WITHOUT)
     assert {one.name for one in HYPOTHESES} == shown - {""} | set(WITHOUT)
+
+
+def steps_twice_as_far(model: Any, shard: Any, rank: Rank) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    loss(DistributedDataParallel(model), shard).backward()
+    optimizer.step()
+
+
+def test_a_learning_rate_that_differs_is_printed_beside_that_of_the_reference() -> None:
+    verdict = check(case(), steps_twice_as_far, compare="update")
+    assert "plain SGD, learning rate 0.1; that of the step is 0.2." in report_of(verdict)
 
 
 def test_a_fix_has_edits_and_programs_without_a_fix_have_none() -> None:

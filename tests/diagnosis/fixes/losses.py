@@ -539,8 +539,7 @@ def reduces_too_early(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "no_sync_left_on",
-    "run the last forward pass of a step outside no_sync, and with "
-    "require_backward_grad_sync=True.",
+    "run the last forward pass of a step outside no_sync.",
     {"if number == 3 else": "if number == 2 else"},
 )
 def never_syncs(model: Any, shard: Batch, rank: Rank) -> None:
@@ -553,8 +552,7 @@ def never_syncs(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "no_sync_left_on",
-    "run the last forward pass of a step outside no_sync, and with "
-    "require_backward_grad_sync=True.",
+    "set require_backward_grad_sync=True before the last forward pass of a step.",
     {"ddp.require_backward_grad_sync = False": "ddp.require_backward_grad_sync = True"},
 )
 def switches_sync_off(model: Any, shard: Batch, rank: Rank) -> None:
@@ -565,8 +563,7 @@ def switches_sync_off(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "no_sync_left_on",
-    "run the last forward pass of a step outside no_sync, and with "
-    "require_backward_grad_sync=True.",
+    "run the last forward pass of a step outside no_sync.",
     {
         "    with ddp.no_sync():\n        value = loss(ddp, shard)\n": "    value = loss(ddp, "
         "shard)\n"
