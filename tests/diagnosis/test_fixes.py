@@ -56,7 +56,8 @@ def test_every_cause_has_a_program_or_a_reason_why_it_has_none() -> None:
 
 def steps_twice_as_far(model: Any, shard: Any, rank: Rank) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    loss(DistributedDataParallel(model), shard).backward()
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
     optimizer.step()
 
 

@@ -447,7 +447,7 @@ FROZEN = Hypothesis(
     indication=_frozen,
     lines=_lines_that_freeze,
     mend=lambda view: (
-        f"set requires_grad=True for {names_text(sorted(view.measured.differing))} on "
-        f"{ranks_by_number(sorted(_ranks_with_frozen_parameters(view)))}, too."
+        f"set requires_grad=True for {names_text(sorted(view.measured.differing))} on all "
+        f"{view.world_size} ranks."
     ),
 )

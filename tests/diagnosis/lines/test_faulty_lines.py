@@ -220,7 +220,7 @@ def averaged_sum(model: Any, rows: Rows, rank: Rank) -> None:
     ("step", "loss", "cause", "fix"),
     [
         (summed, mean_loss, "sum_not_mean", "or do not multiply the loss by it"),
-        (averaged_sum, sum_loss, "mean_not_sum", "add the gradients up"),
+        (averaged_sum, sum_loss, "mean_not_sum", "multiply the loss by 4"),
     ],
 )
 def test_a_step_that_nobody_watched_has_no_lines_and_no_fix_that_claims_to_know(
