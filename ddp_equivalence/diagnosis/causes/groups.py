@@ -447,7 +447,6 @@ FROZEN = Hypothesis(
     indication=_frozen,
     lines=_lines_that_freeze,
     mend=lambda view: (
-        f"set requires_grad=True for {names_text(sorted(view.measured.differing))} on all "
-        f"{view.world_size} ranks."
+        f"set requires_grad=True on all ranks for {names_text(sorted(view.measured.differing))}."
     ),
 )
