@@ -225,8 +225,8 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         calls = (call for seen in verdict.observed.values() for call in seen.calls)
         rates = {call.value for call in calls if call.kind is Kind.OPTIMIZER_STEP}
         own = ", ".join(text_of(one, ".6g") for one in rates if one and one != training.lr)
-        of_step = f"; that of the step is {own}." if own else ": is that what the step does?"
-        yield f"Compared with plain SGD, learning rate {training.lr:g}{of_step}"
+        seen = f"; that of the step is {own}." if own else ": is that what the step does?"
+        yield f"Compared with plain SGD, learning rate {training.lr:g}{seen}"
     elif is_update:
         yield "Compared with your optimizer= and clip=: are they those of the step?"
 

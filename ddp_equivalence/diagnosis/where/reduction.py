@@ -372,17 +372,18 @@ class _Search:
 
     def _ranks_missing(self, missing: Sequence[int]) -> Whereabouts:
         """Some ranks' own gradients are missing in the gradients that all ranks hold."""
-        view, path = self.view, self.path
-        own = self.pieces.own[:, view.parameters.positions_of(path.names)]
+        own = self.pieces.own[:, self.view.parameters.positions_of(self.path.names)]
         missing = [rank for rank in missing if bool(own[rank].any())] or missing
-        who = ranked(missing, view.world_size)
-        lost = self._lost_at(missing)
-        if lost is not None:
-            what = f"{done_text(lost.call, self.pieces)}; after it: {self._text(lost.mix)}"
-            text = f"{who.capitalize()} had a gradient of its own, and the marked line replaced it."
-            return self._of(
-                "gradients of some ranks are missing", text, [pointed(lost, what, True)]
-            )
+        lost, who = self._lost_at(missing), ranked(missing, self.view.world_size)
+        if lost is None:
+            return self._never_in(missing, who)
+        what = f"{done_text(lost.call, self.pieces)}; after it: {self._text(lost.mix)}"
+        text = f"{who.capitalize()} had a gradient of its own, and the marked line replaced it."
+        return self._of("gradients of some ranks are missing", text, [pointed(lost, what, True)])
+
+    def _never_in(self, missing: Sequence[int], who: str) -> Whereabouts:
+        """No line was seen to lose the gradients of these ranks."""
+        view, path = self.view, self.path
         reduced, calls = self._reductions(path.rank), view.observed.calls
         others = [place for place in calls.reductions if path.rank in place.by_rank]
         made = {frozenset(one.collective.ranks) for one in reduced if one.collective is not None}
@@ -493,27 +494,23 @@ class _Search:
             *(pointed(one, done_text(one.call, self.pieces), True) for one in changes),
             *(pointed(one, "reduces them before the last pass", True) for one in mixed[:1]),
         ]
-        parts = [
-            f"number {_numbers(numbers)} {what}"
-            for numbers, what in (
-                (local, "stayed on the rank itself"),
-                (lost, "left nothing"),
-            )
-            if numbers
-        ]
-        if not parts:
-            return self._of("the backward passes do not count equally", _counting(weights), lines)
-        fix = "change gradients once, after the last backward pass." if changes else ""
+        if not local and not lost:
+            fix = "change gradients once, after the last backward pass." if changes else ""
+            headline = "the backward passes do not count equally"
+            return self._of(headline, _counting(weights), lines, fix)
+        stayed = f"number {_numbers(local)} stayed on the rank itself" if local else ""
+        parts = [stayed, f"number {_numbers(lost)} left nothing" if lost else ""]
+        fix = ""
         if local:
             fix = "reduce once, in or after the last backward pass."
-        elif lost:
+        else:
             # Passes at other weights, as in sharpness-aware minimisation, are not to be added up.
             used = {one.weights for one in self.view.observed.by_rank[path.rank].forwards}
             is_seen = any(one.call.clears for one in cleared) and len(used) == 1
             fix = "clear the gradients once, before the first backward pass." if is_seen else ""
         return self._of(
             "not every backward pass is reduced",
-            f"Of {len(own)} backward passes of a rank, {', '.join(parts)}.",
+            f"Of {len(own)} backward passes of a rank, {', '.join(filter(None, parts))}.",
             lines,
             fix,
         )
