@@ -67,7 +67,6 @@ from ddp_equivalence.ranks.deadlines import (
 )
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.reference import Reference
 from ddp_equivalence.report.blocks import defined_at
 from ddp_equivalence.report.record import begin, tell
 from ddp_equivalence.report.verdict import (
@@ -147,7 +146,7 @@ def _judge(request: Request) -> Verdict:
                 why_unknown = vacuity.against_the_reference(expected.reference)
             check_shards(request, expected.reference)
             analysis = Analysis(request, expected)
-            known = _with_reference(known, expected.reference, analysis)
+            known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             state = state_that_matters(expected, measurement)
             if state or not (measurement.outdated or measurement.comparison.same):
@@ -225,13 +224,6 @@ def _known_before(request: Request) -> partial[Verdict]:
             defined_at=defined_at(request.step),
         ),
     )
-
-
-def _with_reference(
-    known: partial[Verdict], reference: Reference, analysis: Analysis
-) -> partial[Verdict]:
-    """Adds what is known once the big batch was computed."""
-    return partial(known, examples=reference.examples, analysis=analysis)
 
 
 def _failed_or_again(

@@ -57,7 +57,13 @@ def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
     prediction fits is believed; else two causes that fit together, or one that fits up to a factor;
     else a cause that was only observed. What there is no time for is noted in the view.
     """
-    invalidating = _causes_that_invalidate_gradients(view)
+    invalidating = tuple(
+        replace(finding_from_observation(hypothesis, indication.because), accepted=True)
+        for hypothesis in HYPOTHESES
+        if hypothesis.invalidates_gradients
+        and (indication := hypothesis.indication(view)) is not None
+        and indication.supports
+    )
     if invalidating:
         return pointed(invalidating, view)
     most_unexplained, limits = _most_unexplained(view, comparison), limits_by_name(comparison)
@@ -92,16 +98,6 @@ def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
     with view.time.unless_out(TWO_CAUSES):
         ordered = with_factor_of_own_gradients(ordered, view)
     return pointed(ordered, view)
-
-
-def _causes_that_invalidate_gradients(view: View) -> tuple[Finding, ...]:
-    return tuple(
-        replace(finding_from_observation(hypothesis, indication.because), accepted=True)
-        for hypothesis in HYPOTHESES
-        if hypothesis.invalidates_gradients
-        and (indication := hypothesis.indication(view)) is not None
-        and indication.supports
-    )
 
 
 def _most_unexplained(view: View, comparison: Comparison) -> float:

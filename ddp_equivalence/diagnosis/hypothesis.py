@@ -74,10 +74,6 @@ def _nothing(view: View) -> tuple[()]:
     return ()
 
 
-def _not_known(view: View) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Hypothesis:
     """One explanation of a difference: a row in the table of a family of causes.
@@ -116,7 +112,7 @@ class Hypothesis:
     applies: Callable[[View], bool] = on_any_layout
     held: Callable[[View], Sequence[Prediction]] = _nothing
     multiples: Callable[[View], Sequence[WrongFactor]] = _nothing
-    indication: Callable[[View], Indication | None] = _not_known
+    indication: Callable[[View], Indication | None] = lambda view: None
     lines: Callable[[View], Sequence[PointedLine]] = _nothing
     mend: str | Callable[[View], str] = ""
     guess: str = ""

@@ -52,10 +52,6 @@ LARGEST_ROUNDING = 2.0
 what the ranks add up. It moved none by more than 1.0 on up to eight ranks."""
 
 
-def _not_known() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class View:
     """Everything that a hypothesis may ask about one step.
@@ -75,7 +71,7 @@ class View:
     parts: BatchParts
     measured: MeasuredGradients
     observed: ObservedStep
-    factor_on_one_rank: Callable[[], float | None] = _not_known
+    factor_on_one_rank: Callable[[], float | None] = lambda: None
 
     @classmethod
     def before_the_run(

@@ -42,7 +42,7 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["shown"] = _shown
+    environment.filters["shown"] = lambda value: printable(str(value))
     template = environment.get_template("page.html")
     judgements = [judge(old, new, policy, today) for old, new in pairwise(records)]
     last = records[-1]
@@ -56,10 +56,6 @@ def write_page(
         made=today.isoformat(),
     )
     write_file(path, text)
-
-
-def _shown(value: object) -> str:
-    return printable(str(value))
 
 
 def _column(record: Recorded) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import gc
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -135,29 +135,26 @@ PLACE = re.compile(r"^(?P<file>.+?):(?P<number>\d+): ")
 
 
 def _unused(found: re.Match[str], frames: Frames) -> DdpError:
-    wrapper = next(ddp for frame, _ in reversed(frames) for ddp in _wrapper_of(frame))
-    names = list(_reduced(wrapper))
+    names = list(_reduced(_wrapper_in(frames)))
     return DdpError(About.UNUSED, tuple(names[int(at)] for at in found["at"].split()))
 
 
 def _changed(found: re.Match[str], frames: Frames) -> DdpError | None:
     """The parameters with this shape, or its reverse, and this number of changes."""
     shape = tuple(map(int, re.findall(r"\d+", found["shape"])))
-    names = [
+    names = dict.fromkeys(
         name
         for wrapper in _wrappers()
         for name, weight in wrapper.module.named_parameters()
         if weight._version == int(found["version"])
         if tuple(weight.shape) in (shape, shape[::-1])
-    ]
-    names = list(dict.fromkeys(names))
+    )
     line = _earlier(".step(", frames)
     return DdpError(About.WEIGHTS_CHANGED, tuple(names), line=line) if names else None
 
 
 def _other_model(found: re.Match[str], frames: Frames) -> DdpError:
-    wrapper = next(ddp for frame, _ in reversed(frames) for ddp in _wrapper_of(frame))
-    reduced = _reduced(wrapper)
+    reduced = _reduced(_wrapper_in(frames))
     names = (list(reduced)[int(found["at"])],) if found["at"] else ()
     return DdpError(About.OTHER_MODEL, names, reduced=reduced)
 
@@ -171,20 +168,19 @@ READERS: Mapping[str, Callable[[re.Match[str], Frames], DdpError | None]] = {
 """The words by which an error of DDP is known, each with what reads the rest."""
 
 
-def _wrappers() -> Iterator[Any]:
+def _wrappers() -> list[Any]:
     """The DDPs of this work. Those that earlier work has kept are frozen, so that Python's list of
     objects has none of them.
     """
     ddp = nn.parallel.DistributedDataParallel
-    return (
-        one for one in gc.get_objects() if issubclass(type(one), ddp) and "module" in one._modules
-    )
+    every = (one for one in gc.get_objects() if issubclass(type(one), ddp))
+    return [one for one in every if "module" in one._modules]
 
 
-def _wrapper_of(frame: FrameType) -> Iterator[Any]:
-    wrapper = frame.f_locals.get("self")
-    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-        yield wrapper
+def _wrapper_in(frames: Frames) -> Any:
+    """The DDP whose method is the innermost one of these frames."""
+    own = (frame.f_locals.get("self") for frame, _ in reversed(frames))
+    return next(one for one in own if isinstance(one, nn.parallel.DistributedDataParallel))
 
 
 def _reduced(wrapper: Any) -> dict[str, tuple[int, ...]]:

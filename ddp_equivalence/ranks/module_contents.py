@@ -72,7 +72,7 @@ def held(owner: Any) -> dict[Step, Any]:
             for name, value in list(vars(owner).items())
             if _counts(name, value)
             and name.isidentifier()
-            and not _is_submodule(owner, name, value)
+            and not (isinstance(value, ModuleType) and value.__name__ == f"{owner.__name__}.{name}")
         }
     if isinstance(owner, type):
         return _attributes(vars(owner))
@@ -194,10 +194,6 @@ def _counts(name: str, value: object) -> bool:
     if name.startswith("__") and name.endswith("__"):
         return isinstance(value, (FunctionType, *DESCRIPTORS))
     return name not in SET_BY_TORCH
-
-
-def _is_submodule(module: ModuleType, name: str, value: object) -> bool:
-    return isinstance(value, ModuleType) and value.__name__ == f"{module.__name__}.{name}"
 
 
 def _cells(function: FunctionType) -> dict[Step, Any]:

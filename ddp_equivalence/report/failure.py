@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.setting import PointedLine
@@ -208,10 +209,7 @@ def _models_differ(error: DdpError, ends: Sequence[RankEnd]) -> str:
     known = sorted((end.rank, end.about.reduced) for end in ends if end.about is not None)
     (first, expected), *others = known
     for rank, reduced in others:
-        for one, its, other, its_own in (
-            (rank, reduced, first, expected),
-            (first, expected, rank, reduced),
-        ):
+        for (one, its), (other, its_own) in permutations([(rank, reduced), (first, expected)]):
             if more := [name for name in its_own if name not in its]:
                 names = listed(more, MOST_NAMES)
                 return f"Rank {other} trains {names}, which rank {one} lacks or has frozen."

@@ -78,7 +78,7 @@ class ShardedBatch:
         terms = list(zip(*normalisers, strict=True))
         if any(term[0].kind == "sum" for term in terms):
             return "mean_not_sum"
-        if all(_divides_by_one_number(term) for term in terms):
+        if all(len({part.count for part in term}) == 1 for term in terms):  # on every part
             return None
         if if_uneven:
             return if_uneven
@@ -106,11 +106,6 @@ class ShardedBatch:
     def cause_if_divided_globally(self) -> str | None:
         """The cause if every rank computes its terms alone, and divides them by global counts."""
         return self.batch_coupled if self.layout.world_size > 1 else None
-
-
-def _divides_by_one_number(term: Sequence[Normaliser]) -> bool:
-    """True if the term divides by the same number on every part."""
-    return len({part.count for part in term}) == 1
 
 
 def _divides_by_examples(term: Sequence[Normaliser], sizes: Sequence[int]) -> bool:

@@ -148,7 +148,7 @@ def _lines_before_reducing(view: View) -> Sequence[PointedLine]:
         clips = [
             (place, "scales each rank's gradients by a number of its own")
             for place in calls.changes(lambda call: not call.in_backward)
-            if len({_factor(place, rank) for rank in place.ranks}) > 1
+            if len({place.by_rank[rank][0].factor for rank in place.ranks}) > 1
         ]
     reduction = line_of_reduction(view, is_fault=not clips)
     for place, note in clips[:1]:
@@ -170,10 +170,6 @@ def _reduction_after(place: CallSite, view: View) -> Call | None:
 def _to(place: CallSite) -> str:
     value = place.first.value
     return "" if value is None else f" to {text_of(value, '.3g')}"
-
-
-def _factor(place: CallSite, rank: int) -> float | None:
-    return place.by_rank[rank][0].factor
 
 
 def _clips_between_backwards(view: View) -> list[Clip]:

@@ -477,7 +477,7 @@ def _backward_again(view: View) -> Indication | None:
 def _lines_of_stale(view: View) -> Sequence[PointedLine]:
     """The line after which nothing clears the gradients, and the backward that adds to them."""
     calls, count = view.observed.calls, backward_count(view)
-    if not _is_within_a_step(view):
+    if view.setting.step > 0 or count <= 1:  # they are of another step
         return first_of(calls.backwards, "adds to gradients that were there already")
     places = calls.backwards
     note = "leaves its gradients" + ("" if lines_that_clear(view) else "; nothing clears them")
@@ -488,11 +488,6 @@ def _lines_of_stale(view: View) -> Sequence[PointedLine]:
     if len({one.line for one in met}) == 1:
         return [replace(leaves, note=f"runs {count} times; {note}")]
     return met
-
-
-def _is_within_a_step(view: View) -> bool:
-    """True if an earlier pass of the same step has left its gradients."""
-    return view.setting.step == 0 and backward_count(view) > 1
 
 
 NOT_DIVIDED = Hypothesis(

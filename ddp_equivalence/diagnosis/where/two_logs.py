@@ -265,17 +265,13 @@ class TwoLogs:
                 continue
             values = self._values_of([one.returned[0] for one in partners])
             lists = [
-                _numbers_in(one) for one in (self.alone.values[operation.returned[0]], *values)
+                one.tensor.flatten().tolist() if prod(one.shape) <= MOST_PACKED else []
+                for one in (self.alone.values[operation.returned[0]], *values)
             ]
             wanted = [alone[0], *(one.numbers[0] for one in each)]
             if wanted in [list(one) for one in zip(*lists, strict=False)]:
                 return before
         return None
-
-
-def _numbers_in(value: Value) -> list[float]:
-    """The elements of a value; [] of one with many."""
-    return value.tensor.flatten().tolist() if prod(value.shape) <= MOST_PACKED else []
 
 
 def partners(alone: Operations, ranks: Sequence[Operations]) -> Iterator[Mapping[int, int]]:
