@@ -57,18 +57,6 @@ def weights_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
-def updates_of(
-    parameters: Mapping[str, nn.Parameter], before: Mapping[str, Tensor]
-) -> dict[str, Tensor | None]:
-    """How far every parameter has moved; its value, if it was not there before."""
-    return {
-        name: update_of(
-            gathered(parameter.detach()), before.get(name), frozen=not parameter.requires_grad
-        )
-        for name, parameter in parameters.items()
-    }
-
-
 def update_of(weight: Tensor, before: Tensor | None, frozen: bool) -> Tensor | None:
     """The weight minus the one before; None for a parameter that is frozen and has not moved.
 

@@ -194,6 +194,11 @@ class StepCalls:
         """The calls of one rank."""
         return self.by_rank.get(rank, ())
 
+    @property
+    def of_lowest_rank(self) -> tuple[Call, ...]:
+        """The calls of the lowest rank that was observed."""
+        return self.of(min(self.by_rank, default=0))
+
     def places(self, *kinds: Kind, where: Test = lambda call: True) -> list[CallSite]:
         """The lines that made calls of these kinds for which ``where`` is true.
 

@@ -19,7 +19,7 @@ from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.faults.changed_ddp import ddp_hook
 from ddp_equivalence.faults.fault import Fault, RecordFiring, shows_everywhere
-from ddp_equivalence.faults.model import record_calls
+from ddp_equivalence.faults.model import of_ddp_as_it_is
 from ddp_equivalence.faults.rank_and_node import node_of_every_rank
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
@@ -158,14 +158,10 @@ MEAN_OF_NODE_MEANS = Fault(
 # A root of a mean is given the rank's shard. Nothing has to be broken for that.
 
 
-STATISTIC_NOT_ADDITIVE = Fault(
+STATISTIC_NOT_ADDITIVE = of_ddp_as_it_is(
     name="statistic_not_additive",
     sentence="The loss is the root of the mean squared error of the rank's own shard.",
-    break_torch=record_calls,
-    strategies=("ddp_mean",),
     pairs=(("mlp", "root_mean_square"),),
-    strategy_differs_anyway=True,
-    own_step="",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -88,28 +89,28 @@ def record_calls(record_firing: RecordFiring) -> Any:
     return around_ddp_forward(change)
 
 
-CONTRASTIVE_LOCAL_NEGATIVES = Fault(
-    name="contrastive_local_negatives",
-    sentence="The contrastive loss takes its negatives from the rank's own shard.",
+of_ddp_as_it_is = partial(
+    Fault,
     break_torch=record_calls,
     strategies=("ddp_mean",),
-    pairs=(("mlp", "contrastive"), ("conv", "contrastive")),
     strategy_differs_anyway=True,
     own_step="",
+)
+
+CONTRASTIVE_LOCAL_NEGATIVES = of_ddp_as_it_is(
+    name="contrastive_local_negatives",
+    sentence="The contrastive loss takes its negatives from the rank's own shard.",
+    pairs=(("mlp", "contrastive"), ("conv", "contrastive")),
 )
 
 
 # A penalty on batch statistics is given the rank's shard. Nothing has to be broken for that.
 
 
-BATCH_STATISTICS_LOCAL = Fault(
+BATCH_STATISTICS_LOCAL = of_ddp_as_it_is(
     name="batch_statistics_local",
     sentence="The penalty takes the variance of the outputs of the rank's own shard.",
-    break_torch=record_calls,
-    strategies=("ddp_mean",),
     pairs=(("mlp", "batch_statistics"),),
-    strategy_differs_anyway=True,
-    own_step="",
 )
 
 

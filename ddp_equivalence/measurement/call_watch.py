@@ -149,7 +149,7 @@ class CallWatch:
             self._tracer.tracing(running),
         ):
             yield
-        self._note_changes(None, by_value=True)
+        self._note_changes(None)
 
     def forward(self, module: nn.Module) -> Callable[[], None]:
         """The model or a wrapper begins its forward pass. Call the result at its end."""
@@ -196,7 +196,7 @@ class CallWatch:
         after the block, how many collectives had been issued before it and at its end.
         """
         frame = sys._getframe(2)
-        self._note_changes(frame, by_value=True)
+        self._note_changes(frame)
         for line, functions in self._graph.of(roots, self._forward_lines).items():
             self._append(Kind.LOSS_FUNCTIONS, (line, line), names=functions)
         made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
@@ -244,7 +244,7 @@ class CallWatch:
     def _on_issue(self, issued: Issued, frame: FrameType) -> None:
         if not self._is_recorded():
             return
-        self._note_changes(frame, by_value=True)
+        self._note_changes(frame)
         collective = collective_call(
             issued,
             self._gradients.gradients,
@@ -297,11 +297,9 @@ class CallWatch:
                 way = callers_behind(line, sys._getframe(1))
                 self._append(Kind.WEIGHTS, (line, line), what=digest, names=names, callers=way)
 
-    def _note_changes(self, frame: FrameType | None, by_value: bool) -> None:
+    def _note_changes(self, frame: FrameType | None) -> None:
         """Note what nobody has noticed after a line: it was done before ``frame`` goes on."""
-        if self._in_backward:
-            return
-        for change in self._gradients.changes(by_value):
+        for change in () if self._in_backward else self._gradients.changes(by_value=True):
             self._append_change(lines_of(frame), replace(change, exact=False))
 
     def _append_change(

@@ -28,6 +28,7 @@ from ddp_equivalence.observed_scripts.record import (
 )
 from ddp_equivalence.observed_scripts.script_step import ScriptStep
 from ddp_equivalence.report.numbers import parameters_lines
+from ddp_equivalence.report.record import finite
 from ddp_equivalence.report.render import full_lines, pointed_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
 from ddp_equivalence.report.text import (
@@ -285,10 +286,10 @@ def _step(observed: Observed, number: int) -> dict[str, Any]:
         "reason": verdict.reason,
         "unknown_because": None if because is None else because.value,
         **asdict(facts),
-        "loss": _finite(facts.loss),
-        "error": _finite(verdict.error),
-        "floor": _finite(verdict.floor),
-        "limit": _finite(verdict.limit),
+        "loss": finite(facts.loss),
+        "error": finite(verdict.error),
+        "floor": finite(verdict.floor),
+        "limit": finite(verdict.limit),
         "lines": _lines(verdict),
     }
 
@@ -305,10 +306,6 @@ def _lines(verdict: Verdict) -> list[dict[str, Any]]:
         }
         for one in pointed_lines(verdict)
     ]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 # Writes an observed step so that it stands alone: tensors, and a script that compares them.

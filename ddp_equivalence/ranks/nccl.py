@@ -80,12 +80,12 @@ def _all_reduce(rank: Rank, argument: object) -> Iterator[None]:
 COUNTED = re.compile(r"\bnRanks (?P<ranks>\d+) nNodes (?P<nodes>\d+) localRanks")
 
 
-def nodes_counted(layout: Layout, backend: str = "nccl") -> int | None:
+def nodes_counted(layout: Layout) -> int | None:
     """The number of nodes that NCCL counts with this layout; None if its log does not say that.
 
     Raises RankFailed if the ranks fail.
     """
-    return read_nodes(log_of_all_reduce(layout, backend, "INIT"), layout.world_size)
+    return read_nodes(log_of_all_reduce(layout, "nccl", "INIT"), layout.world_size)
 
 
 def read_nodes(lines: Iterable[str], world_size: int) -> int | None:

@@ -16,7 +16,7 @@ from ddp_equivalence.ranks.gpus import Gpu, Gpus, gpus, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.process_state import TF32_OVERRIDE, torchs_precision
 from ddp_equivalence.report.record import versions
-from ddp_equivalence.report.text import cut, plural, rank_names
+from ddp_equivalence.report.text import cut, plural, rank_names, ranks_by
 
 # The GPUs are those that NVML knows of. CUDA is not asked, so this process gets no CUDA context.
 
@@ -158,9 +158,10 @@ def gpu_texts(gpus: Mapping[int, str]) -> list[str]:
     """
     if not all(gpus.values()):
         return []
-    ranks: dict[str, list[int]] = {}
-    for rank, gpu in sorted(gpus.items()):
-        ranks.setdefault(" and ".join(one[:SHORT] for one in gpu.split(SEVERAL)), []).append(rank)
+    short = {
+        rank: " and ".join(one[:SHORT] for one in gpu.split(SEVERAL)) for rank, gpu in gpus.items()
+    }
+    ranks = ranks_by(sorted(short.items()))
     return [f"{rank_names(of_gpu)} on {gpu}" for gpu, of_gpu in ranks.items()]
 
 

@@ -190,9 +190,9 @@ def record_of(
         causes=tuple(
             name for finding in verdict.findings if finding.accepted for name in finding.causes
         ),
-        error=_finite(verdict.error),
-        floor=_finite(verdict.floor) if with_floor else None,
-        limit=_finite(verdict.limit),
+        error=finite(verdict.error),
+        floor=finite(verdict.floor) if with_floor else None,
+        limit=finite(verdict.limit),
         seconds=round(verdict.seconds, 4),
         reason=verdict.reason,
         unknown_because=verdict.unknown_because and verdict.unknown_because.value,
@@ -212,7 +212,8 @@ def record_of(
     )
 
 
-def _finite(number: float | None) -> float | None:
+def finite(number: float | None) -> float | None:
+    """The number; None if it is not finite, since JSON has no other ones."""
     return number if number is not None and math.isfinite(number) else None
 
 

@@ -96,7 +96,7 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
 def _mend_nothing_reduced(view: View) -> str:
     if not view.observed.calls.reductions and lines_that_keep_from_reducing(view):
         return "let the reduction run that is there: the marked line keeps it from running."
-    if _hooks(view):
+    if view.observed.calls.places(Kind.HOOK):
         return f"reduce each bucket in the hook{divided_by_ranks(view)}."
     return f"all_reduce each gradient over {view.world_size} ranks{divided_by_ranks(view)}."
 
@@ -145,18 +145,14 @@ def _synchronised(view: View) -> Indication | None:
     )
 
 
-def lines_that_switch_off(view: View) -> Sequence[PointedLine]:
-    """The line that switches synchronisation off, or what decided that it is off."""
-    off = view.observed.calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
-    return lines_of_no_sync(view) or last_of(off, "switches synchronisation off")
-
-
-def _lines_of_no_sync(view: View) -> Sequence[PointedLine]:
-    switched = lines_that_switch_off(view)
-    note = "DDP reduces nothing in this backward"
-    return in_order(
-        view, *switched, *last_of(view.observed.calls.backwards, note, is_fault=not switched)
-    )
+def lines_without_synchronisation(view: View, note: str) -> Sequence[PointedLine]:
+    """The line that switches synchronisation off, or what decided that it is off, and the last
+    backward with a note.
+    """
+    calls = view.observed.calls
+    off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
+    switched = lines_of_no_sync(view) or last_of(off, "switches synchronisation off")
+    return in_order(view, *switched, *last_of(calls.backwards, note, is_fault=not switched))
 
 
 def _wrapper_gone(view: View) -> Indication | None:
@@ -362,14 +358,10 @@ def _left_out(view: View) -> str:
     return names_text(sorted(view.measured.differing))
 
 
-def _hooks(view: View) -> list[CallSite]:
-    """The lines that gave DDP a communication hook."""
-    return view.observed.calls.places(Kind.HOOK)
-
-
 def _lines_of_buckets(view: View) -> Sequence[PointedLine]:
     """The communication hook and what it reduces; without one, where DDP was made."""
-    calls, hooks = view.observed.calls, _hooks(view)
+    calls = view.observed.calls
+    hooks = calls.places(Kind.HOOK)
     if not hooks:
         return last_of(calls.places(Kind.WRAP), f"DDP did not reduce {_left_out(view)}")
     pointed: list[PointedLine] = []
@@ -400,7 +392,7 @@ def _others_reduced(view: View) -> Indication | None:
 
 def _lines_of_others(view: View) -> Sequence[PointedLine]:
     """The loop or buffer that reduces the others; under DDP, where it was told to ignore some."""
-    if _hooks(view):
+    if view.observed.calls.places(Kind.HOOK):
         return _lines_of_buckets(view)
     calls, differing = view.observed.calls, view.measured.differing
     kept_out = [replace(one, is_fault=True) for one in _lines_that_keep_out(view)]
@@ -568,7 +560,9 @@ NO_GRADIENT_REDUCED = (
         "left at False: DDP reads this flag in the forward pass, not in the backward",
         headline="synchronisation stays off in every forward",
         indication=_synchronised,
-        lines=_lines_of_no_sync,
+        lines=lambda view: lines_without_synchronisation(
+            view, "DDP reduces nothing in this backward"
+        ),
         mend=lambda view: (
             "run the last forward pass of a step outside no_sync."
             if lines_of_no_sync(view)

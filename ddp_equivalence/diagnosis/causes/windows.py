@@ -8,7 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.causes.unreduced import kept_local_in_part, lines_that_switch_off
+from ddp_equivalence.diagnosis.causes.unreduced import (
+    kept_local_in_part,
+    lines_without_synchronisation,
+)
 from ddp_equivalence.diagnosis.examples_read import passes_of_read_examples
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
@@ -234,9 +237,8 @@ def _lines_of_window(view: View) -> Sequence[PointedLine]:
         if late > 0:
             note = f"reduces before the last {counted(late, 'backward')} of {count}"
             return in_order(view, place.pointed(note, True), *last)
-    switched = lines_that_switch_off(view)
     note = "DDP does not reduce in the last backward" if view.observed.wrappers else ""
-    return in_order(view, *switched, *last_of(calls.backwards, note, is_fault=not switched))
+    return lines_without_synchronisation(view, note)
 
 
 def _last_alone(view: View) -> Sequence[Prediction]:

@@ -21,7 +21,7 @@ def last_backward(view: View) -> Call | None:
     """The last call of backward that began at a loss on the lowest rank."""
     found = [
         call
-        for call in _calls_of_lowest_rank(view)
+        for call in view.observed.calls.of_lowest_rank
         if call.kind is Kind.BACKWARD and call.value is not None and call.at is not None
     ]
     return found[-1] if found else None
@@ -31,14 +31,9 @@ def losses_before(view: View, backward: Call) -> list[Call]:
     """The losses that were made between the backward before and this one, on the same rank."""
     return [
         call
-        for call in _calls_of_lowest_rank(view)
+        for call in view.observed.calls.of_lowest_rank
         if call.kind is Kind.LOSS and call.backwards == backward.backwards
     ]
-
-
-def _calls_of_lowest_rank(view: View) -> tuple[Call, ...]:
-    calls = view.observed.calls
-    return calls.of(min(calls.by_rank, default=0))
 
 
 def line_of_loss(

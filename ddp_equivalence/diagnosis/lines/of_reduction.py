@@ -69,15 +69,10 @@ def in_hook(view: View) -> list[CallSite]:
     return in_backward or calls.places(Kind.HOOK)
 
 
-def hook_was_registered(view: View) -> bool:
-    """True if DDP was given a communication hook. Tensors have hooks of their own."""
-    return bool(view.observed.calls.places(Kind.HOOK))
-
-
 def ddp_reduces(view: View) -> bool:
     """True if DDP was to reduce gradients in the last backward pass, without a hook."""
     synchronises = any(wrapper.synchronised[-1:] == (True,) for wrapper in view.observed.wrappers)
-    return synchronises and not hook_was_registered(view)
+    return synchronises and not view.observed.calls.places(Kind.HOOK)
 
 
 def is_unseen(view: View) -> bool:
@@ -98,7 +93,8 @@ def line_of_reduction(
         if place.kind is Kind.HOOK:
             seen = hook_text(place)
         elif place.first.in_backward:
-            where = "in the communication hook" if hook_was_registered(view) else "during backward"
+            hooks = view.observed.calls.places(Kind.HOOK)
+            where = "in the communication hook" if hooks else "during backward"
             seen = f"{_operation(place)} {over}, {where}"
         return place.pointed(note(seen), is_fault, missing)
     for place in view.observed.calls.backwards[-1:] if ddp_reduces(view) else ():
@@ -245,9 +241,8 @@ def lines_of_no_sync(view: View) -> list[PointedLine]:
     for place in view.observed.calls.places(Kind.NO_SYNC)[-1:]:
         run, at = run_lines(view, place.ranks[0]), place_at(place.line)
         decision = next(conditions(run, at), None) if at is not None else None
-        if decision is not None:
-            return [decision.pointed(), place.pointed("no synchronisation inside")]
-        return [place.pointed("no synchronisation inside", is_fault=True)]
+        decided = [] if decision is None else [decision.pointed()]
+        return [*decided, place.pointed("no synchronisation inside", is_fault=not decided)]
     return []
 
 
@@ -289,17 +284,13 @@ def lines_that_keep_from_reducing(view: View) -> list[PointedLine]:
     return []
 
 
-def _calls_of(run: RunLines, name: str) -> Iterator[_Unreached]:
-    """All calls of functions of this name, in files that ran."""
+def _never_run(run: RunLines, name: str) -> Iterator[_Unreached]:
+    """The calls of functions of this name, inside functions of files that ran, that never ran."""
     for file, node in run.nodes():
         if isinstance(node, ast.Call) and called_name(node) == name:
             place = place_of(file, node.lineno)
-            if place is not None:
+            if place is not None and place.function and place.line(node) not in run.times:
                 yield _Unreached(place, place.line(node))
-
-
-def _never_run(run: RunLines, name: str) -> Iterator[_Unreached]:
-    return (one for one in _calls_of(run, name) if one.place.function and one.line not in run.times)
 
 
 def _kept_from(run: RunLines, one: _Unreached, up: int) -> list[PointedLine]:
@@ -344,9 +335,7 @@ def _not_gone_on(run: RunLines, one: _Unreached, node: ast.stmt, branch: str) ->
 
 def backward_count(view: View) -> int:
     """How often the lowest rank that was observed called backward in this step."""
-    calls = view.observed.calls
-    of_rank = calls.of(min(calls.by_rank, default=0))
-    return sum(call.kind is Kind.BACKWARD for call in of_rank)
+    return sum(call.kind is Kind.BACKWARD for call in view.observed.calls.of_lowest_rank)
 
 
 def lines_that_clear(view: View) -> list[CallSite]:

@@ -15,9 +15,8 @@ def in_order(view: View, *lines: PointedLine | None) -> Sequence[PointedLine]:
 
     Of two entries for one line, the one that is the fault counts.
     """
-    calls = view.observed.calls
     first: dict[CodeLine, int] = {}
-    for number, call in enumerate(calls.of(min(calls.by_rank, default=0))):
+    for number, call in enumerate(view.observed.calls.of_lowest_rank):
         for line in (call.chosen_at, call.users_line, call.line):
             if line is not None:
                 first.setdefault(line, number)

@@ -252,5 +252,4 @@ def where_without_view(
     if view is None:
         return not_seen(why_no_view)
     names = [name for (_, name), one in expected.items() if one is not None]
-    mixed = None if view is None else fault_of_mixed_parameters(view)
-    return mixed or where_gradients_are_missing(observed, names, view)
+    return fault_of_mixed_parameters(view) or where_gradients_are_missing(observed, names, view)

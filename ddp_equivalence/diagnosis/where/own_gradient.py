@@ -179,21 +179,18 @@ def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
 
 
 def fault_of_own_gradient(
-    pieces: Pieces,
-    compared: Sequence[Compared],
-    wrong: Sequence[Compared],
-    computed: str = "another gradient",
+    pieces: Pieces, compared: Sequence[Compared], wrong: Sequence[Compared]
 ) -> Whereabouts:
     """Whose gradients are wrong: those of the pieces in ``wrong`` are no multiples of their rows'.
 
-    ``compared``: all pieces. ``computed``: what their ranks computed that their rows do not give.
+    ``compared``: all pieces.
     """
     one, view = wrong[0], pieces.view
     ranks = tuple(sorted({other.piece.rank for other in wrong}))
     who = ranked(ranks, view.world_size)
     verb = "computes" if len(ranks) in (1, view.world_size) else "compute"
     judged = _judged(pieces, compared, one)
-    whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
+    whole = f"{who[:1].upper()}{who[1:]} {verb} another gradient than its rows give."
     whole = "" if judged.of_all else f"{whole}{_which_piece(pieces, wrong)}"
     names = _names(pieces, one)
     if judged.of_all:
