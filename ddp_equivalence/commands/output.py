@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,29 +37,26 @@ class Output:
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        if self.error is None:
-            try:
-                self._stream.write(text)
-            except OSError as error:
-                self._stop(error)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        if self.error is None:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._stop(error)
+        self._try(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _stop(self, error: OSError) -> None:
-        """Send what is still to come, and what the stream holds, nowhere."""
-        self.error = error
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+    def _try(self, act: Callable[[], object]) -> None:
+        """After an error, send what is still to come, and what the stream holds, nowhere."""
+        if self.error is not None:
+            return
+        try:
+            act()
+        except OSError as error:
+            self.error = error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 @contextmanager

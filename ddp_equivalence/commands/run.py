@@ -84,17 +84,12 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         "--ddp-suite-run",
         *(f"--must-run={lane}" for lane in must_run),
         *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
+        *([] if arguments.all else ["--ddp-pairwise"]),
+        *([] if arguments.json is None else [f"--ddp-json={arguments.json.resolve()}"]),
+        *([] if record is None else [f"--ddp-record={record}"]),
+        *(["--ddp-plan"] if arguments.plan else []),
+        *([] if is_checkout() else ["-o", f"cache_dir={cache_folder()}"]),
     ]
-    if not arguments.all:
-        of_pytest.append("--ddp-pairwise")
-    if arguments.json is not None:
-        of_pytest.append(f"--ddp-json={arguments.json.resolve()}")
-    if record is not None:
-        of_pytest.append(f"--ddp-record={record}")
-    if arguments.plan:
-        of_pytest.append("--ddp-plan")
-    if not is_checkout():
-        of_pytest += ["-o", f"cache_dir={cache_folder()}"]
     os.chdir(suite_folder())
     # This process becomes pytest, so that Ctrl-C reaches one process only. Pytest would also warn
     # of modules of the package that were imported before it loads the plugin; after execv there

@@ -476,12 +476,10 @@ def _operations(setting: Setting, part: Indices) -> Operations | None:
     def logged(model: nn.Module, batch: Any) -> Tensor:
         nonlocal number
         number += 1
-        if number < len(batches):
-            value: Tensor = loss(model, batch)
-            return value
-        running.enter_context(log)
-        last: Tensor = loss(model, batch)
-        return last
+        if number == len(batches):
+            running.enter_context(log)
+        value: Tensor = loss(model, batch)
+        return value
 
     with warnings.catch_warnings(), without_planted_faults(), ExitStack() as running:
         warnings.simplefilter("ignore")

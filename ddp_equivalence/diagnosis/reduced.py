@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -51,28 +51,28 @@ def gradients_were_reduced(view: View) -> bool | None:
 
 def with_reduced_gradients(view: View) -> set[str]:
     """The parameters of which a gradient, or a copy of it, was seen to be reduced on every rank."""
-    by_rank = []
-    for rank in view.observed.by_rank:
-        calls = [call for call in view.observed.calls.of(rank) if reduces_gradients(call)]
-        by_rank.append(
-            {name for call in calls if call.collective for name in call.collective.names}
-        )
-    return set.intersection(*by_rank) if by_rank else set()
+    return _named_on_every_rank(view, reduces_gradients)
 
 
-def reduced_parameters(view: View) -> Sequence[str]:
+def reduced_parameters(view: View) -> set[str]:
     """The parameters that every rank was seen to reduce among ranks; empty if none was."""
-    by_rank = []
-    for rank in view.observed.by_rank:
-        names = {
-            name
-            for call in view.observed.calls.of(rank)
-            if _is_reduction(call) and call.collective is not None
-            if call.collective.contents in OF_PARAMETERS
-            for name in call.collective.names
-        }
-        by_rank.append(names)
-    return sorted(set.intersection(*by_rank)) if by_rank else ()
+    return _named_on_every_rank(
+        view,
+        lambda call: (
+            _is_reduction(call)
+            and call.collective is not None
+            and call.collective.contents in OF_PARAMETERS
+        ),
+    )
+
+
+def _named_on_every_rank(view: View, counts: Callable[[Call], bool]) -> set[str]:
+    """The parameters in the collectives that count, on every rank that was observed."""
+    by_rank = [
+        {name for one in calls if one.collective and counts(one) for name in one.collective.names}
+        for calls in map(view.observed.calls.of, view.observed.by_rank)
+    ]
+    return set.intersection(*by_rank) if by_rank else set()
 
 
 def _is_reduction(call: Call) -> bool:

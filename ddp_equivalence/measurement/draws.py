@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections import deque
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DistributedSampler
 
 from ddp_equivalence.measurement.calls import CodeLine, NotPlain, is_users, lines_of, plain
+from ddp_equivalence.measurement.lines import code_of
 from ddp_equivalence.ranks.users_line import counts_as_torch
 
 # Records the random numbers that a computation draws, and gives recorded ones to another.
@@ -263,15 +263,10 @@ _FUNCTIONS = (
 )
 
 
-def _code(function: Callable[..., object]) -> CodeType:
-    code: CodeType = inspect.unwrap(function).__code__
-    return code
-
-
 RANDOM_AND_COUPLING: dict[CodeType, Callable[[FrameType], bool]] = {
-    **{_code(function): _called_by_user for function in _FUNCTIONS},
-    **{_code(kind.forward): _trains for kind in _NORMS},
-    **{_code(kind.forward): _drops for kind in _DROPOUT_MODULES},
+    **{code_of(function): _called_by_user for function in _FUNCTIONS},
+    **{code_of(kind.forward): _trains for kind in _NORMS},
+    **{code_of(kind.forward): _drops for kind in _DROPOUT_MODULES},
 }
 """The code of each -> whether a call, given by its frame, does so."""
 

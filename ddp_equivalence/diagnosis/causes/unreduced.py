@@ -516,15 +516,13 @@ _unreduced = partial(
 )
 
 NO_GRADIENT_REDUCED = (
-    Hypothesis(
+    _unreduced(
         name="reduced_buffer_not_used",
         sentence="Copies of the gradients were reduced, and the result was not written back: every "
         "rank holds the gradient of its own shard.",
         look_at="the flat buffer or temporary tensor that is given to all_reduce, and the lines "
         "after it, which must copy the result into parameter.grad",
         headline="the all-reduced buffer is not used",
-        tell_apart=BY_CALLS,
-        applies=where_all_report,
         held=_copies_alone,
         indication=_copies_not_used,
         lines=_lines_of_copies,

@@ -61,11 +61,6 @@ class SourceLine:
         return value if isinstance(value, ast.expr) else None
 
     @property
-    def conditions(self) -> list[ast.If]:
-        """The conditions around the line, the innermost first."""
-        return [one.statement for one in self.around if isinstance(one.statement, ast.If)]
-
-    @property
     def loops(self) -> list[Loop]:
         """The loops whose bodies hold the line, the innermost first."""
         return [
@@ -165,9 +160,9 @@ def _of_this_loop(body: Sequence[ast.AST], kind: type[ast.stmt]) -> Iterator[ast
             yield from _of_this_loop(list(ast.iter_child_nodes(one)), kind)
 
 
-def called_name(call: ast.Call) -> str:
-    """The last part of the name of what is called; "" if it has none."""
-    return last_name(call.func)
+def called_name(node: ast.AST) -> str:
+    """The last part of the name of what a call calls; "" if it has none, or for no call."""
+    return last_name(node.func) if isinstance(node, ast.Call) else ""
 
 
 def last_name(expression: ast.AST) -> str:

@@ -10,11 +10,11 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ddp_equivalence.diagnosis.lines.source import called_name
 from ddp_equivalence.diagnosis.repairs.patterns import KINDS, Found, choice, kind
 from ddp_equivalence.diagnosis.repairs.source import (
     NUMBERS_OF_A_RANK,
     Site,
-    called_name,
     likeness,
     parameters_of,
 )

@@ -139,14 +139,6 @@ def is_called(node: ast.AST, parent: ast.AST) -> bool:
     return isinstance(parent, ast.Call) and parent.func is node
 
 
-def called_name(node: ast.AST) -> str:
-    """The name of what a call calls, without what stands before it; "" if it has none."""
-    match node:
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return name
-    return ""
-
-
 def parameters_of(function: Function) -> list[str]:
     """The names of all parameters of a function."""
     arguments = function.args
