@@ -416,8 +416,6 @@ def operations_beside_one_rank(
     seconds for each of the two runs.
     """
     has_one = request.processes.world_size == 1
-    if request.in_process or not request.second_look:
-        return None
     alone = None if has_one else operations_on_one_rank(request, deadline, order)
     if alone is None and not has_one:
         return None

@@ -13,21 +13,21 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 340,
-    "adapters": 320,
+    "": 337,
+    "adapters": 317,
     "case": 3_179,
-    "checking": 680,
-    "commands": 5_928,
-    "comparison": 1_770,
-    "diagnosis": 20_199,
-    "faults": 2_140,
-    "gate": 1_975,
-    "measurement": 7_900,
-    "observed_scripts": 8_104,
+    "checking": 661,
+    "commands": 5_920,
+    "comparison": 1_754,
+    "diagnosis": 20_133,
+    "faults": 2_136,
+    "gate": 1_971,
+    "measurement": 7_877,
+    "observed_scripts": 8_101,
     "pytest_plugin": 1_609,
-    "ranks": 7_057,
-    "report": 5_074,
-    "strategies": 1_390,
+    "ranks": 7_049,
+    "report": 5_073,
+    "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
