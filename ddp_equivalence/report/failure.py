@@ -120,7 +120,7 @@ def _lines(failure: RankFailed, calls: Sequence[tuple[RankEnd, str]]) -> list[Po
             *([about] if about else []),
             *([] if root.waits else [(root.line, "")]),
             *(
-                (line, f"{rank_names(on)} {plural(len(on), 'waits', 'wait')} here")
+                (line, f"{rank_names(sorted(on))} {plural(len(on), 'waits', 'wait')} here")
                 for line, on in waiting.items()
             ),
         ]

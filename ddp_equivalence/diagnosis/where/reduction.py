@@ -702,9 +702,10 @@ def fault_of_mixed_parameters(view: View) -> Whereabouts | None:
         if any(len(one.ranks) < view.world_size for one in found):
             return None
         names = [one.names for one in found]
-        if not all(names) or len(set(map(frozenset, names))) == 1:
+        apart = (rank for rank, one in enumerate(names) if not {*one} & {*names[0]})
+        other = next(apart, 0)
+        if not all(names) or not other:
             continue
-        other = next(rank for rank, one in enumerate(names) if {*one} != {*names[0]})
         one, two = names_text(names[0]), names_text(names[other])
         mixed = f"{one} on rank 0 and of {two} on rank {other}"
         place = next(one for one in calls.reductions if one.line == together[0].at)
