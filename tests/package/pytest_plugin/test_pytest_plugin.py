@@ -150,7 +150,7 @@ def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
     assert case["headline"].endswith("[averaged_twice]")
     assert case["file"] == str(path)
     assert case["cause"] == "averaged_twice"
-    assert case["should have"] == "same"
+    assert case["expected"] == "same"
     assert case["error"] == pytest.approx(0.5)
 
 
@@ -221,7 +221,7 @@ def test_the_results_have_the_documented_form(their_repository: Path) -> None:
     assert code == 0, text
     content: dict[str, Any] = json.loads(results.read_text())
     assert set(content) == {"environment", "cases", "not_run", "summary"}
-    keys = ["id", "strategy", "layout", "backend", "dtype", "should have", "outcome", "cause"]
+    keys = ["id", "strategy", "layout", "backend", "dtype", "expected", "outcome", "cause"]
     keys += ["error", "floor", "limit", "seconds"]
     assert set(keys) <= set(content["cases"][0])
     assert content["cases"][0]["id"] == "tests/test_training.py::test_fixture"
