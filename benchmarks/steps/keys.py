@@ -1,7 +1,7 @@
 """Faulty steps and their keys: what is wrong with each, where, and what makes it right.
 
 ``known`` are 240 steps with which rules were made, by authors who knew none of the causes, and
-``opened`` 54 newer ones, which were read after they had been counted once. Each folder of
+``opened`` newer ones, which were read after they had been counted once. Each folder of
 benchmarks/unseen_steps is a set that who writes rules does not read.
 """
 
