@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": 661,
     "commands": 5_920,
     "comparison": 1_754,
-    "diagnosis": 20_133,
+    "diagnosis": 20_134,
     "faults": 2_136,
     "gate": 1_971,
     "measurement": 7_877,
