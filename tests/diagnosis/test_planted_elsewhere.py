@@ -103,7 +103,7 @@ def test_a_fault_that_is_not_known_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text("def test_nothing(): pass")
     code, text = run(tmp_path, "--plant", "nothing_known")
     assert code == 4
-    assert "--plant nothing_known" in text
+    assert "--plant is nothing_known" in text
 
 
 @pytest.mark.self_check
