@@ -132,7 +132,7 @@ NAMED: list[Any] = [
         "class_weights.py",
         {},
         "token_counts_weighted_equally",
-        "weights (1 : 4) of the classes 0, 1 in",
+        "counts that are not those of its examples (by rank:",
     ),
     # CUDA devices are the CPU.
     (
