@@ -113,7 +113,7 @@ def what_its_terms_divide_by(view: View, parts: Sequence[Indices]) -> list[Amoun
     """What each term divides by, of those that depend on the examples, where the loss of the case
     is a sum of terms; [] if it is none, or if a term is no mean over parts.
     """
-    whole = view.examples.terms(tuple(range(view.setting.example_count)))
+    whole = view.examples.terms(tuple(range(view.setting.example_count))) if parts else []
     of_parts = [view.examples.terms(part) for part in parts] if whole else []
     if any(len(terms) != len(whole) for terms in of_parts):
         return []

@@ -96,9 +96,9 @@ def test_a_file_that_hides_a_module_is_named(
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("cannot import name 'Random' from 'random' (/home/them/random.py)", "random"),
+        ("cannot import name 'Random' from 'random' (/theirs/random.py)", "random"),
         ("module 'torch' has no attribute 'Tensor'", "torch"),
-        ('  File "/home/them/queue.py", line 1', "queue"),
+        ('  File "/theirs/queue.py", line 1', "queue"),
         ("No module named 'numpy.core'; 'numpy' is not a package", "numpy"),
         ("'cuda' is not a package", "cuda"),
         ("unsupported operand types: int and str", None),
