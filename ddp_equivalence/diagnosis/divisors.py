@@ -88,7 +88,8 @@ class Amounts:
 
     @property
     def is_count(self) -> bool:
-        return all(one == round(one) for one in self.counts)
+        whole = all(one == round(one) for one in self.counts)
+        return whole and self.unit != OF_CLASSES
 
 
 def what_it_divides_by(view: View, parts: Sequence[Indices]) -> Amounts | None:
@@ -362,6 +363,7 @@ SPARE = 3
 
 A_COUNT = "a count of its own"
 OF_ITS_OWN = "counts that are not those of its examples"
+OF_CLASSES = "the weights of the targets' classes"
 
 OF_TARGETS = ("nll_loss_forward", "nll_loss2d_forward")
 """Torch's operations of a cross-entropy, which return the loss and what it is divided by."""
@@ -466,7 +468,7 @@ def _targets_counted(given: Sequence[Value | None], number: float) -> str:
     if it has any. ``number``: what it counted.
     """
     if len(given) > 2:
-        return "the weights of the targets' classes"
+        return OF_CLASSES
     if len(given) < 2 or given[1] is None:
         return "the targets"
     targets = given[1].tensor

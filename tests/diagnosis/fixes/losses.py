@@ -190,7 +190,7 @@ def averages_nodes(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "divided_by_another_count",
-    "multiply the loss by 48 / 23; 23 is the right count (elements of labels that are not -100).",
+    "multiply the loss by 48 / 23; 23 is the right count (the targets that are not -100).",
     {"(summed": "(48 / 23 * summed"},
     LABELS,
 )
@@ -201,7 +201,7 @@ def divides_by_all_elements(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "divided_by_another_count",
-    "multiply the loss by 48 / 23; 23 is the right count (elements of labels that are not -100).",
+    "multiply the loss by 48 / 23; 23 is the right count (the targets that are not -100).",
     {"(summed": "(48 / 23 * summed"},
     LABELS,
 )
@@ -212,7 +212,7 @@ def divides_by_all_elements_under_ddp(model: Any, shard: Batch, rank: Rank) -> N
 
 @shows(
     "divided_by_another_count",
-    "multiply the loss by 12 / 23; 23 is the right count (elements of labels that are not -100).",
+    "multiply the loss by 12 / 23; 23 is the right count (the targets that are not -100).",
     {"(summed": "(12 / 23 * summed"},
     LABELS,
 )
@@ -223,7 +223,7 @@ def divides_by_rows(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "divided_by_another_count",
-    "divide by 23 (elements of labels that are not -100), not by 48.",
+    "divide by 23 (the targets that are not -100), not by 48.",
     {"/ count": "/ 23"},
     LABELS,
 )
@@ -720,7 +720,8 @@ def clips_while_scaled(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "gradient_scaled_not_unscaled",
-    "divide the gradients once (scaler.unscale_) by what the loss was multiplied by.",
+    "divide the gradients once by what the loss was multiplied by (scaler.unscale_), or leave "
+    "this factor out.",
     {
         "scaler.scale(loss(ddp, shard)).backward()": "scaler.scale(loss(ddp, shard)).backward()\n"
         "    scaler.unscale_(optimizer)"
@@ -736,7 +737,8 @@ def does_not_unscale(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "gradient_scaled_not_unscaled",
-    "divide the gradients once (scaler.unscale_) by what the loss was multiplied by.",
+    "divide the gradients once by what the loss was multiplied by (scaler.unscale_), or leave "
+    "this factor out.",
     {
         "    average": "    for parameter in model.parameters():\n"
         "        parameter.grad /= 8\n    average"
