@@ -37,6 +37,7 @@ from ddp_equivalence.diagnosis.localisation import (
     findings_beside_one_rank,
     localise,
     one_rank_shows_more,
+    unless_a_reduction_is_seen,
 )
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs, find_repairs
 from ddp_equivalence.diagnosis.setting import setting_of
@@ -202,7 +203,8 @@ class Analysis:
                 return findings_of_drawn(self.drawn, self.measurement.comparison)
             if self.view is None:
                 return ()
-            return diagnose(self.view, self.measurement.comparison)
+            found = diagnose(self.view, self.measurement.comparison)
+            return unless_a_reduction_is_seen(found, self.view)
 
     @cached_property
     def beside(self) -> divergence.BesideOneRank | None:

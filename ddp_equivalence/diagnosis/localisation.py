@@ -57,6 +57,18 @@ def _rows(view: View) -> str:
         return ""
 
 
+def unless_a_reduction_is_seen(findings: tuple[Finding, ...], view: View) -> tuple[Finding, ...]:
+    """The findings. A cause that leaves a factor over is not believed where the ranks' own
+    gradients are right, and a line was seen that makes something else of them.
+    """
+    if not findings or not findings[0].accepted or findings[0].besides is None:
+        return findings
+    where = whereabouts_of(view, "")
+    if where is None or where.kind != "reduction" or not any(one.is_fault for one in where.lines):
+        return findings
+    return tuple(replace(one, accepted=False) for one in findings)
+
+
 def whereabouts_of(view: View, why_not_watched: str) -> Whereabouts | None:
     """Where a difference is, whatever its cause; None without time for it."""
     return view.time.within(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     groups_of,
     in_small_groups,
+    lines_of_divisor,
     lines_of_hook_divisors,
     lines_of_no_sync,
     lines_of_small_groups,
@@ -56,7 +57,7 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     positions_text,
     ranked,
 )
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 
 # Three questions, in this order: were the gradients right at some time, and which line changed
 # them then; after which line are they no mixture of what the ranks computed; and if they are one
@@ -535,15 +536,47 @@ class _Search:
         if right is None and good is not None and good.held is not None:
             right = good.held.uniform
         lines = list(filter(None, self._where_they_part())) if good is not None else []
-        times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
         ranks, world_size = sorted({one.rank for one in self.bad}), self.view.world_size
+        lines = lines or [*self._hook_divisors(), *self._all_changes()]
+        here = [one for one in self.bad if one.names == self.path.names and one.held]
+        held = _by_number((one.rank, one.held and one.held.uniform) for one in here)
+        if right and len(held) > 1:
+            return Whereabouts(
+                "reduction",
+                "the ranks hold different multiples of the gradients",
+                "What the ranks hold is so many times what it should be: "
+                f"{self._numbers_of(held, right)}.",
+                distinct(self._own_factors(here) or lines),
+            )
+        times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
         on = "" if len(ranks) == world_size > 1 else f"On {ranked(ranks, world_size)}, "
         text = f"all ranks count equally, with{times}" if times else "all ranks count equally."
         return self._of(
             "all ranks count equally, with a wrong factor",
             f"{on}{text}" if on else text.capitalize(),
-            lines or [*self._hook_divisors(), *self._all_changes()],
+            lines,
         )
+
+    def _own_factors(self, here: Sequence[Path]) -> list[PointedLine]:
+        """The lines that multiply by another number on each rank, and what makes this number."""
+        factors: dict[CodeLine, list[tuple[int, float | None]]] = {}
+        for path in here:
+            for state in path.states:
+                change, line = state.call.change, line_of(state.call)
+                if change is not None and line is not None:
+                    factors.setdefault(line, []).append((path.rank, change.factor))
+        found: list[PointedLine] = []
+        for line, by_rank in factors.items():
+            if len(each := _by_number(by_rank)) > 1:
+                note = f"multiplies by {self._numbers_of(each)}"
+                found += [PointedLine(line, note, is_fault=True)]
+                found += lines_of_divisor(self.view, self.path.rank, line)
+        return found
+
+    def _numbers_of(self, ranks: Mapping[float, Sequence[int]], unit: float = 1.0) -> str:
+        size = self.view.world_size
+        each = (f"{text_of(one / unit, '.3g')} on {ranked(on, size)}" for one, on in ranks.items())
+        return "; ".join(each)
 
     def _all_changes(self) -> list[PointedLine | None]:
         """The lines that changed these gradients, or else those that reduced them."""
@@ -599,6 +632,16 @@ class _Search:
                 if line_of(one.call) not in theirs
             ),
         ]
+
+
+def _by_number(numbers: Iterable[tuple[int, float | None]]) -> dict[float, list[int]]:
+    """Number -> the ranks that have it."""
+    ranks: dict[float, list[int]] = {}
+    for rank, number in numbers:
+        if number:
+            known = (one for one in ranks if abs(one - number) <= SAME_WEIGHT * abs(number))
+            ranks.setdefault(next(known, number), []).append(rank)
+    return ranks
 
 
 def _not_these(rank: int | None) -> str:

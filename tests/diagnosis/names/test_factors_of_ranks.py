@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from typing import Any
 
 import pytest
@@ -156,3 +157,51 @@ def test_a_step_that_nobody_watched_is_not_run_on_one_rank(step: Step) -> None:
     assert verdict.outcome == "different"
     assert "On one rank" not in report_of(verdict)
     assert "divided once too often" not in report_of(verdict)
+
+
+def divides_by_its_node(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    average(model, 2 * rank.local_world_size)
+
+
+def divides_by_its_number(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    average(model, rank.world_size)
+    for parameter in model.parameters():
+        parameter.grad *= rank.rank + 2
+
+
+def divides_by_what_was_set(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    steps = {0: 2, 1: 4, 2: 6, 3: 6}[rank.rank]
+    average(model, steps)
+
+
+def divides_on_the_first_rank(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    average(model, rank.world_size)
+    if rank.rank == 0:
+        for parameter in model.parameters():
+            parameter.grad /= 3
+
+
+MULTIPLIES = r"multiplies by [\d.]+ on rank 0; [\d.]+ on rank"
+CHANGED = "right gradients are changed afterwards"
+
+
+@pytest.mark.parametrize(
+    ("step", "layout", "said"),
+    [
+        (divides_by_its_node, "1+3", MULTIPLIES),
+        (divides_by_what_was_set, "1x4", MULTIPLIES),
+        (divides_by_its_number, "1x2", CHANGED),
+        (divides_on_the_first_rank, "1x2", CHANGED),
+    ],
+)
+def test_each_rank_that_divides_by_a_number_of_its_own_is_told(
+    step: Step, layout: str, said: str
+) -> None:
+    report = report_of(check(case(layout), step))
+    assert "Fix: divide the gradients by" not in report
+    assert "besides" not in report
+    assert re.search(said, report), report

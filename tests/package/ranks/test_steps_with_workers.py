@@ -122,8 +122,8 @@ def drops_an_executor(model: nn.Module, shard: Rows, rank: Rank) -> None:
 
 def uses_commands(model: nn.Module, shard: Rows, rank: Rank) -> None:
     assert subprocess.run(["echo", "done"], capture_output=True, check=True).stdout == b"done\n"
-    subprocess.Popen(["true"])  # nobody waits for it
-    time.sleep(0.1)
+    forgotten = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, forgotten.pid, os.WEXITED | os.WNOWAIT)  # it ends, and is left as it is
     multiprocessing.get_context("fork").Process(target=square, args=(2,)).start()
     right_step(model, shard, rank)
 
