@@ -36,7 +36,20 @@ def is_by_cause(program: Program) -> str:
     return f"{program.cause or 'elsewhere'}-{program.step.__name__}"
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=is_by_cause)
+def in_every_run() -> set[str]:
+    """The first program of each cause."""
+    first = {program.cause: is_by_cause(program) for program in reversed(PROGRAMS)}
+    return set(first.values())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(one, marks=() if is_by_cause(one) in in_every_run() else pytest.mark.thorough)
+        for one in PROGRAMS
+    ],
+    ids=map(is_by_cause, PROGRAMS),
+)
 def test_a_fix_mends_the_program_that_shows_it(program: Program) -> None:
     options = dict(program.options or {})
     with settings.using(settings.replaced(trial_seconds=0.0)):

@@ -74,7 +74,10 @@ def test_the_command_after_again_repeats_the_check_from_the_same_folder(
     assert "[sum_not_mean]" in repeated
 
 
-@pytest.mark.parametrize("name", ["random", "types", "queue", "copy", "torch"])
+MORE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("random", "queue", "copy")]
+
+
+@pytest.mark.parametrize("name", ["types", "torch", *MORE])
 def test_a_file_with_the_name_of_a_module_does_not_end_the_ranks(name: str, project: Path) -> None:
     (project / f"{name}.py").write_text("X = 1\n")
     code, text = ended(project, f"ddp-equivalence check mine.py {QUICK}")
