@@ -535,11 +535,11 @@ class _Search:
         good, right = self._good(), self.weight
         if right is None and good is not None and good.held is not None:
             right = good.held.uniform
-        lines = list(filter(None, self._where_they_part())) if good is not None else []
         ranks, world_size = sorted({one.rank for one in self.bad}), self.view.world_size
-        lines = lines or [*self._hook_divisors(), *self._all_changes()]
-        here = [one for one in self.bad if one.names == self.path.names and one.held]
-        held = _by_number((one.rank, one.held and one.held.uniform) for one in here)
+        parted: list[PointedLine | None] = [*filter(None, self._where_they_part())]
+        lines = parted or [*self._hook_divisors(), *self._all_changes()]
+        here = [one for one in self.bad if one.names == self.path.names]
+        held = _by_number((one.rank, one.held.uniform) for one in here if one.held)
         if right and len(held) > 1:
             return Whereabouts(
                 "reduction",

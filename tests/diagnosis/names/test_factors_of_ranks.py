@@ -164,11 +164,16 @@ def divides_by_its_node(model: nn.Module, shard: Any, rank: Rank) -> None:
     average(model, 2 * rank.local_world_size)
 
 
-def divides_by_its_number(model: nn.Module, shard: Any, rank: Rank) -> None:
+def scales(model: nn.Module, factor: float) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= factor
+
+
+def multiplies_by_its_number(model: nn.Module, shard: Any, rank: Rank) -> None:
     squares(model, shard).backward()
     average(model, rank.world_size)
-    for parameter in model.parameters():
-        parameter.grad *= rank.rank + 2
+    scales(model, rank.rank + 2)
 
 
 def divides_by_what_was_set(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -181,8 +186,7 @@ def divides_on_the_first_rank(model: nn.Module, shard: Any, rank: Rank) -> None:
     squares(model, shard).backward()
     average(model, rank.world_size)
     if rank.rank == 0:
-        for parameter in model.parameters():
-            parameter.grad /= 3
+        scales(model, 1 / 3)
 
 
 MULTIPLIES = r"multiplies by [\d.]+ on rank 0; [\d.]+ on rank"
@@ -194,7 +198,7 @@ CHANGED = "right gradients are changed afterwards"
     [
         (divides_by_its_node, "1+3", MULTIPLIES),
         (divides_by_what_was_set, "1x4", MULTIPLIES),
-        (divides_by_its_number, "1x2", CHANGED),
+        (multiplies_by_its_number, "1x2", CHANGED),
         (divides_on_the_first_rank, "1x2", CHANGED),
     ],
 )
