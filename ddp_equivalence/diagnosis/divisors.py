@@ -251,14 +251,19 @@ def _right_totals(view: View) -> Iterator[tuple[str, float]]:
     """What the loss of the big batch may divide by, and how much of it there is: what it was seen
     to divide by, and whole numbers that may be counted in the batch.
     """
-    parts = _two_parts(view)
-    weights = weights_of_parts(view, parts) if parts else None
-    read = None if weights is None else _read_from_the_loss(view, parts, weights)
+    parts, read = _two_parts(view), what_the_big_batch_divides_by(view)
     if read is not None:
         yield read.unit, sum(read.counts)
     for unit, counts in counts_that_fit(view, parts) if parts else ():
         if sum(counts) == round(sum(counts)):
             yield unit, sum(counts)
+
+
+def what_the_big_batch_divides_by(view: View) -> Amounts | None:
+    """What the loss of the case was seen to divide by, for two parts of the big batch."""
+    parts = _two_parts(view)
+    weights = weights_of_parts(view, parts) if parts else None
+    return None if weights is None else _read_from_the_loss(view, parts, weights)
 
 
 def _two_parts(view: View) -> list[Indices]:

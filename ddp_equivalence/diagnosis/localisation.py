@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isclose
 
 import torch
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.causes.losses import ANOTHER_COUNT
-from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.diagnose import Finding, finding_without_prediction
+from ddp_equivalence.diagnosis.divisors import what_the_big_batch_divides_by
 from ddp_equivalence.diagnosis.examples_read import rows_read_unequally
+from ddp_equivalence.diagnosis.lines.of_reduction import common_factor
 from ddp_equivalence.diagnosis.own_errors import unless_it_fails
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.time_left import WHEREABOUTS, OutOfTime
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.divergence import BesideOneRank
@@ -20,7 +24,9 @@ from ddp_equivalence.diagnosis.where.find_whereabouts import find_whereabouts
 from ddp_equivalence.diagnosis.where.lines_of_divergences import (
     ignores_the_loss,
     lines_of_divergences,
+    the_wrong_count,
     with_one_rank,
+    wrong_loss,
 )
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.measurement.request import Request
@@ -139,14 +145,43 @@ def findings_beside_one_rank(
     gets the lines that compute it, if one rank computes it as well, and a cause without lines those
     at which the ranks part from one rank.
     """
-    if not findings or not findings[0].accepted:
-        return findings
     if beside is None or beside.is_right_alone is None:
         return findings
+    if not findings or not findings[0].accepted:
+        counted = _seen_to_divide(view, beside)
+        return findings if counted is None else (counted, *findings)
     if ignores_the_loss(beside, view):
         return tuple(replace(one, accepted=False) for one in findings)
     best, *others = findings
     return (_with_lines_of_the_count(best, view, beside), *others)
+
+
+def _seen_to_divide(view: View, beside: BesideOneRank) -> Finding | None:
+    """The cause that a number is not the right count: the loss was seen to be divided by one on one
+    rank, and with what the loss of the case was seen to divide by in its place it would be right.
+    """
+    factor, right = beside.factor_alone, None
+    if factor is None or beside.is_right_alone or not _is(common_factor(view), factor):
+        return None
+    wrong = the_wrong_count(beside.scalings, factor)
+    if wrong is not None and wrong.divides:
+        right = what_the_big_batch_divides_by(view)
+    if wrong is None or right is None or not _is(sum(right.counts), wrong.number * factor):
+        return None
+    was, total = (text_of(one, ".6g") for one in (wrong.number, sum(right.counts)))
+    return replace(
+        finding_without_prediction(ANOTHER_COUNT),
+        accepted=True,
+        fits=True,
+        unexplained=0.0,
+        detail=f"divided by {was}, instead of {total}, {right.unit}",
+        fix=f"divide by {total} ({right.unit}), not by {was}.",
+        lines=wrong_loss(not_seen(""), beside, view).lines,
+    )
+
+
+def _is(number: float | None, other: float) -> bool:
+    return number is not None and isclose(number, other, rel_tol=NEGLIGIBLE)
 
 
 def _with_lines_of_the_count(finding: Finding, view: View, beside: BesideOneRank) -> Finding:

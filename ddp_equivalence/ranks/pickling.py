@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.optim import Optimizer
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.ranks import module_contents
@@ -42,7 +43,20 @@ class CloudPicklerWithFiles(cloudpickle.CloudPickler):  # type: ignore[misc]  # 
         if type(value) is CodeType:
             make, arguments = self.dispatch_table[CodeType](value)
             return _code_in_file, (make, arguments, value.co_filename)
+        if type(value) is FunctionType and getattr(value, "hooked", False):
+            return _hooked_step, (value.__wrapped__,)  # type: ignore[attr-defined]
         return super().reducer_override(value)
+
+
+def _hooked_step(step: Any) -> Any:
+    """The step of an optimizer's class, with torch's hooks of the process that loads it.
+
+    Torch replaces ``step`` when the first optimizer of a class is made. Pickled by value, this
+    function would have its own copy of all global hooks.
+    """
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked
 
 
 def dumps_with_files(value: object) -> bytes:

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes.unreduced import OTHER_BUCKETS
 from ddp_equivalence.diagnosis.draws import ON_A_GPU
 from ddp_equivalence.diagnosis.examples_read import short_numbers
 from ddp_equivalence.measurement.calls import Kind
@@ -130,7 +131,8 @@ def how_sure(verdict: Verdict) -> str:
     if others:
         names = [" and ".join(finding.causes) for finding in others]
         more = f" (or {len(names) - MOST_OTHERS} more)" if len(names) > MOST_OTHERS else ""
-        advice = next((one.tell_apart for one in (best, *others) if one.tell_apart), "")
+        advised = (one.tell_apart for one in (best, *others) if one.tell_apart)
+        advice = next((one for one in advised if one != OTHER_BUCKETS or _has_ddp(verdict)), "")
         end = f"; {advice[:1].lower()}{advice[1:]}" if advice else "."
         either = " or ".join(names[:MOST_OTHERS])
         return f"Fits, but {either}{more} would leave the same numbers{end}"
@@ -151,6 +153,11 @@ def how_sure(verdict: Verdict) -> str:
     view = verdict.view
     whole = view is None or view.parameters.sample.is_whole
     return f"Explains every element{'' if whole else ' that was looked at'}."
+
+
+def _has_ddp(verdict: Verdict) -> bool:
+    calls = (call for seen in verdict.observed.values() for call in seen.calls)
+    return any(call.kind is Kind.WRAP for call in calls)
 
 
 # On the screen: where a difference without a known cause comes from.

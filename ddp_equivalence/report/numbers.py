@@ -236,10 +236,13 @@ def _own_and_others(shares: Shares) -> list[str]:
         others |= {share_text(share) for source, share in enumerate(row) if source != rank}
     if len(own) != 1 or len(others) != 1:
         return []
+    ranges = [one for of_rank in shares.ranges.values() for one in of_rank if one is not None]
+    apart = any(share_text(least) != share_text(most) for least, most in ranges)
+    on_average = " on average" if apart else ""
     return [
         SHOULD_COUNT,
-        f"Each rank holds its own examples {own.pop()} times, and those of others {others.pop()} "
-        "times.",
+        f"Each rank holds its own examples {own.pop()} times{on_average}, and those of others "
+        f"{others.pop()} times.",
     ]
 
 
@@ -467,7 +470,9 @@ def how_many_differ(verdict: Verdict, left_out: int = 0) -> str:
     assert comparison is not None
     if not comparison.differing:
         return ""
-    worst, count, of = comparison.differing[0], len(comparison.differing), comparison.parameters
+    differing, of = comparison.differing, comparison.parameters
+    telling = (one for one in differing if not one.limit.only_rounding)
+    worst, count = next(telling, differing[0]), len(differing)
     longest = max(min(len(worst.name), LONGEST_NAME) - left_out, SHORTEST_NAME)
     compared = " that can be compared" if comparison.structure else ""
     text = (

@@ -38,6 +38,8 @@ BY_CALLS = (
     "collectives ran."
 )
 
+OTHER_BUCKETS = "Use buckets of several parameters (a larger bucket_cap_mb)."
+
 
 def _kept_local(
     view: View, names: Collection[str] | None = None, detail: str = "", divisor: int = 1
@@ -615,7 +617,7 @@ SOME_NOT_REDUCED = (
         look_at="a communication hook that returns a bucket unchanged, or a bucket that never "
         "becomes ready because one of its parameters gets no gradient",
         headline="a bucket of DDP is not reduced",
-        tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
+        tell_apart=OTHER_BUCKETS,
         held=_of_buckets,
         indication=_whole_buckets,
         lines=_lines_of_buckets,
@@ -628,7 +630,7 @@ SOME_NOT_REDUCED = (
         "parameters that were replaced or added after the model was wrapped, that DDP was told to "
         "ignore, or that were unused in the first iteration",
         headline="some parameters are not reduced",
-        tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
+        tell_apart=OTHER_BUCKETS,
         held=_unreduced_in_part,
         indication=_others_reduced,
         lines=_lines_of_others,

@@ -530,7 +530,10 @@ def _setters(
     place, origins = place_at(line), Origins(run)
     if place is None:
         return
-    nodes = _in_head(place.statement)
+    nodes = list(_in_head(place.statement))
+    begin = [one for one in nodes if getattr(one, "lineno", 0) == line.number]
+    if begin and line.number > place.statement.lineno:  # of a statement of several lines
+        nodes = [node for one in begin for node in ast.walk(one)]
     read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
     for node in read:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

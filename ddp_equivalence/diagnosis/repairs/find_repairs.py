@@ -282,8 +282,8 @@ class Repairs:
             return ""
         first = self.found[0]
         if first.is_broad:
-            what = f"the change of line {first.line.number} that was tried repairs the step"
-            return f"{what}, but it may only leave out what is wrong elsewhere"
+            what = f"line {first.line.number} {first.text} is right"
+            return f"{what}, but this may only leave out what is wrong elsewhere"
         numbers = [str(one.line.number) for one in self.found if not one.is_broad]
         lines = " or ".join(numbers[:MOST_NUMBERS])
         change = f"make the change of line {lines} that was tried, or one like it"

@@ -32,7 +32,7 @@ MOST_COUNTS = 8
 
 
 def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
-    """Each piece's gradient is ``factor`` times that of its rows, and they are averaged."""
+    """Each piece's gradient is ``factor`` times that of its rows, and their sum has one factor."""
     known = _right_weights(pieces, compared)
     factors = torch.tensor([one.factor or 0.0 for one in compared], dtype=torch.float64)
     rows = torch.tensor([len(one.piece.rows or ()) for one in compared], dtype=torch.float64)
@@ -164,11 +164,15 @@ def _other_divisor(
             "so the parts should not count equally"
         )
         note = f"divides by the {what}'s own count ({unit})"
+    divisor = 1 / (pieces.uniform_weight or 1 / len(compared))
+    reduced = "they are averaged"
+    if abs(divisor - len(compared)) > SAME * divisor:
+        reduced = f"their sum over {len(compared)} is divided by {text_of(divisor, '.4g')}"
     return Whereabouts(
         "big batch",
         headline,
         f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows{times}, and "
-        "they are averaged.",
+        f"{reduced}.",
         distinct([*of_rows, *lines_of_the_loss(call, note, not of_rows)]),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),

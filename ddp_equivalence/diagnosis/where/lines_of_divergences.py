@@ -53,7 +53,7 @@ ONLY_RANKS_RUN = (
 ROUNDING = 1e-6
 
 PARTS = {
-    "sum": "each rank has its share of the value on one rank here",
+    "sum": "the ranks together have here what one rank has",
     "scaled": "a multiple of the value on one rank here",
 }
 """What a line makes of which a wrong result is made."""
@@ -265,6 +265,9 @@ def _with_lines(
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
     marks = LOOK_FIRST if any(one.is_fault for one in pointed) else ""
     fix = "" if found.what == "right ones changed" else found.fix  # another line is marked now
+    if found.what == "loss of rows" and pointed[0].is_fault:
+        headline = f"line {pointed[0].line.number} has other values than on one rank"
+        found = replace(found, headline=headline)
     return replace(found, lines=lines, is_right_alone=True, marks=marks, fix=fix)
 
 
@@ -280,6 +283,7 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
     outside = [one for one in certain if not one.operation.in_backward]
     uncertain = [one for one in found if not one.is_certain]
     lines: list[PointedLine] = []
+    backwards = {one.line for one in view.observed.calls.backwards}
     first = outside or certain
     # What is made of numbers of Python is wrong before: the lines behind it tell more than others.
     most = 1 if first and first[0].operation.name in NUMBERS else MOST_DIVERGENCES
@@ -287,7 +291,11 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
         if one.operation.line is not None:
             note = _note_of_divergence(one, view.world_size)
             lines.append(PointedLine(one.operation.line, note, one.is_certain))
-        lines += [PointedLine(line, PARTS[made]) for line, made in one.parts_of_sums.items()]
+        lines += [
+            PointedLine(line, PARTS[made])
+            for line, made in one.parts_of_sums.items()
+            if line not in backwards
+        ]
     return first_of_each_line(lines)
 
 
@@ -386,14 +394,15 @@ def with_unlike_loss(
         others = [replace(one, is_fault=False) for one in found.lines]
         nearest = [] if knows_numbers else behind[:1]
         ordered = [*first, *nearest, *others, *behind]
-    if found.kind == "not seen":
+    if found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later):
         what = "computes what the loss of the case does not"
         if joining is not None:
             what = "joins different examples"
         elif unlike[0].operation.in_backward:
             what = "makes other gradients than the loss of the case"
         headline = f"line {unlike[0].line.number} {what}"
-        found = replace(found, kind="own gradient", headline=headline, sentence="")
+        sentence = found.sentence if found.what == "loss of rows" else ""
+        found = replace(found, kind="own gradient", headline=headline, sentence=sentence)
     return replace(
         found,
         lines=first_of_each_line(ordered),
@@ -449,13 +458,15 @@ def has_right_loss(beside: BesideOneRank, view: View, factor: float = 1.0) -> bo
 def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """On one rank, where a reduction changes nothing, all gradients have a wrong factor, too."""
     factor = beside.factor_alone or 0.0
-    loss = line_of_loss(view, "the loss that backward begins at", is_fault=True)
+    numbers = [*_lines_of_scalings(beside.scalings, factor)]
+    is_open = not any(one.is_fault for one in numbers)
+    loss = line_of_loss(view, "the loss that backward begins at", is_open)
     run = run_lines(view, 0)
     lines = [
         *([loss] if loss is not None else []),
-        *_lines_of_scalings(beside.scalings, factor),
+        *numbers,
         *(_lines_of_divisor(run, loss.line) if loss is not None else []),
-        *(lines_behind(run, loss.line, MOST_LINES) if loss is not None else []),
+        *(lines_behind(run, loss.line, MOST_LINES) if loss is not None and is_open else []),
     ]
     return replace(
         found,
@@ -474,14 +485,22 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
 
 def _lines_of_scalings(scalings: Sequence[Scaling], factor: float) -> Iterator[PointedLine]:
     """The lines that made the numbers by which the loss was scaled, those first of which another
-    count would give the right loss.
+    count would give the right loss. If that is true of one alone, it is marked.
     """
     made = [one for one in scalings if one.made_at and abs(one.number) != 1]
+    wrong = the_wrong_count(scalings, factor)
     for one in sorted(made, key=lambda one: not one.explains(factor)):
         how = "divides" if one.divides else "multiplies"
         note = f"makes {text_of(one.number, '.6g')}; line {one.line.number} {how} by it"
         for line in one.made_at:
-            yield PointedLine(line, note)
+            is_fault = one is wrong and line == one.made_at[0]
+            yield PointedLine(line, note, is_fault)
+
+
+def the_wrong_count(scalings: Sequence[Scaling], factor: float) -> Scaling | None:
+    """The number in whose place another count would give the right loss, if there is but one."""
+    found = [one for one in scalings if one.made_at and one.explains(factor)]
+    return found[0] if len(found) == 1 and abs(found[0].number) != 1 else None
 
 
 def _lines_of_divisor(run: RunLines, line: CodeLine) -> Iterator[PointedLine]:

@@ -206,11 +206,13 @@ def fault_of_own_gradient(
     of_loss = lines_of_the_loss(call, note, judged.is_wrong, of_backward)
     shown = [*only_there, *changed, *lines]
     marked = [line for line in shown if line and line.is_fault]
+    is_of_rows = not judged.of_all and headline == judged.headline
     return Whereabouts(
         kind="own gradient",
         shows_later=not marked,
         headline=headline,
-        sentence=f"{judged.sentence}{sentence}{whole}".rstrip(),
+        sentence=f"{'' if is_of_rows else judged.sentence}{sentence}{whole}".rstrip(),
+        what="loss of rows" if is_of_rows else "something else",
         lines=distinct([*shown, *of_loss]),
         parameters=names,
         ranks=ranks,

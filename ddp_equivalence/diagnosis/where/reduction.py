@@ -171,11 +171,17 @@ class _Search:
         if self.path.as_left:
             return None
         reductions = self.view.observed.calls.reductions[-2:]
+        headline, held = "the step left tensors beside .grad", self._text(self.path.held)
+        text = f"The step returned {held}, and this is not what .grad held when the step ended in "
+        text += "the second run."
+        if self.view.observed.calls.places(Kind.OPTIMIZER_STEP):
+            headline = "gradients change inside the optimizer's step"
+            text = f"The optimizer's step began with {held}, and the marked lines changed this "
+            text += "inside it."
         return Whereabouts(
             "reduction",
-            "the step left tensors beside .grad",
-            f"The step returned {self._text(self.path.held)}, and this is not what "
-            ".grad held when the step ended in the second run.",
+            headline,
+            text,
             distinct(
                 [
                     *(one.pointed(done_text(one.first, self.pieces), True) for one in reductions),
@@ -249,10 +255,18 @@ class _Search:
         was = self._text(before.mix) if before is not None else ""
         after = "After backward" if state.call.kind is Kind.BACKWARD else "After the marked line"
         where = f", on {ranked(ranks, self.view.world_size)}," if ranks else ""
+        alike = [one for one in self.bad if one.names == path.names]
+        same = all(
+            before is not None
+            and len(one.states) > number
+            and same_mix(one.states[number - 1].mix, before.mix)
+            for one in alike
+        )
+        first = "First the gradients" if same else f"On rank {path.rank} the gradients first"
         return Whereabouts(
             "reduction",
             headline,
-            f"First the gradients were {was}. Then{where} {what}, and they were {text}."
+            f"{first} were {was}. Then{where} {what}, and they were {text}."
             if before is not None
             else f"{after} the gradients were {text}.",
             distinct(
@@ -429,7 +443,8 @@ class _Search:
             at(line_of(one), done_text(one, self.pieces), id(one) in states) for one in reduced[-1:]
         ]
         sent = inside or any(map(self._reductions, range(view.world_size)))
-        never = "" if sent else "No collective that Python issued contained them."
+        which = f"the gradient of {names_text(self.path.names)}"
+        never = "" if sent else f"No collective that Python issued contained {which}."
         found = self._of(
             "gradients of some ranks are missing",
             f"{never} What {who} computed is not in these gradients.".strip(),

@@ -11,7 +11,7 @@ from ddp_equivalence.diagnosis.setting import PointedLine
 
 WhichPart = Literal["own gradient", "reduction", "big batch", "not seen"]
 WhatWasSeen = Literal[
-    "gradients missing", "no weighted sum", "right ones changed", "something else"
+    "gradients missing", "no weighted sum", "right ones changed", "loss of rows", "something else"
 ]
 
 MOST_LINES = 3
@@ -37,7 +37,8 @@ class Whereabouts:
     ``shows_later``: the marked line is only one in which the fault of another shows, such as that
     of the loss. ``explains_all``: a run on one rank can say no more about it. ``what``: what the
     headline says of the gradients, as far as anything depends on it: some of a rank or a parameter
-    are missing, a line leaves no weighted sum of them, or right ones are changed afterwards.
+    are missing, a line leaves no weighted sum of them, right ones are changed afterwards, or the
+    loss of a rank is not that of its rows, which it need not be.
     """
 
     kind: WhichPart

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp_equivalence import check
+from ddp_equivalence import Rank, check
 from tests.combinations import each_once
 from tests.diagnosis.names.small_case import Loss, average, by_hand, case, report_of, under_ddp
 from tests.package.own_cases import EXAMPLES, make_batch
+from tests.package.pointed_at import faulty_lines
 
 pytestmark = pytest.mark.self_check
 
@@ -249,3 +251,47 @@ def test_weights_of_rows_are_not_taken_for_those_of_classes(layout: str) -> None
     verdict = check(case(layout, batch=with_classes, loss=loss), under_ddp(loss))
     assert verdict.outcome == "different"
     assert "of the classes" not in report_of(verdict)
+
+
+def counts_first_tokens_too(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The labels of all ranks are counted before they are shifted."""
+    count = (shard["labels"] != 0).sum()
+    dist.all_reduce(count)
+    outputs = model(shard["rows"])[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(
+        outputs, shard["labels"][:, 1:].flatten(), reduction="sum", ignore_index=0
+    )
+    (total / count).backward()
+    average(model, 1)
+
+
+def counts_rows_and_padding(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Every place counts, whether it is padding or not."""
+    targets = shard["labels"][:, 1:].flatten()
+    count = torch.ones_like(targets).sum()
+    dist.all_reduce(count)
+    outputs = model(shard["rows"])[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(outputs, targets, reduction="sum", ignore_index=0)
+    (total / count).backward()
+    average(model, 1)
+
+
+def counts_what_it_sums_up(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Rank 0 counts the tokens of the second class twice, and so do all others."""
+    targets = shard["labels"][:, 1:].flatten()
+    count = (targets * (targets > 0)).sum()
+    dist.all_reduce(count)
+    outputs = model(shard["rows"])[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(outputs, targets, reduction="sum", ignore_index=0)
+    (total / count).backward()
+    average(model, 1)
+
+
+COUNTING = [counts_first_tokens_too, counts_rows_and_padding, counts_what_it_sums_up]
+
+
+@pytest.mark.parametrize("step", COUNTING)
+def test_the_line_that_makes_a_wrong_count_is_marked_and_not_the_loss(step: Any) -> None:
+    verdict = check(case(batch=with_zeros, loss=next_token_mean), step)
+    assert verdict.cause == "divided_by_another_count", verdict
+    assert [one.split("=")[0].strip() for one in faulty_lines(verdict)] == ["count"], verdict

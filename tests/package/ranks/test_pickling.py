@@ -13,6 +13,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.ranks import pickling
@@ -180,3 +181,23 @@ def test_code_keeps_its_file_and_its_lines(
     found, before = list(codes(received.__code__)), list(codes(function.__code__))
     assert [one.co_filename for one in found] == [__file__] * len(before)
     assert [one.co_firstlineno for one in found] == [one.co_firstlineno for one in before]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Torch puts its hooks around ``step`` when the first one is made."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any: ...
+
+
+def test_the_hooks_of_a_rank_see_the_steps_of_an_optimizer_that_the_parent_made_first() -> None:
+    def makes_a_step() -> list[str]:
+        seen: list[str] = []
+        handle = register_optimizer_step_pre_hook(lambda *given: seen.append("a step"))
+        Optimizer([torch.zeros(1, requires_grad=True)]).step()
+        handle.remove()
+        return seen
+
+    assert makes_a_step() == result_on_rank(makes_a_step) == ["a step"]
