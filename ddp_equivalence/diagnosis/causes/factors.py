@@ -10,7 +10,7 @@ import torch
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.causes.losses import (
     is_mean_over_examples,
-    mend_counts,
+    multiplies_wrong_means,
     unit_of_means,
 )
 from ddp_equivalence.diagnosis.hypothesis import (
@@ -188,6 +188,10 @@ def _no_sum(view: View) -> Indication | None:
     count, differing = view.world_size, view.measured.differing
     if differing and differing <= set(sums_repeated(view)):
         return Indication(False, "the gradients that differ went into several sums over all ranks")
+    if multiplies_wrong_means(view) and (
+        is_mean_over_examples(view) or unit_of_means(view) is not None
+    ):
+        return Indication(False, f"the factor {count} goes with the count of all ranks")
     if sum_is_right(view) and line_that_scales_gradients(view, count) is None:
         return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
     if _sum_is_nearer(view) and line_that_scales_gradients(view, count) is None:
@@ -220,8 +224,6 @@ def _mend_sum(view: View) -> str:
     if what:
         contributions = view.parts.contributions()
         right = contributions is None or nearly_equal(contributions.mean(0), view.expected)
-        if not right and (is_mean_over_examples(view) or unit_of_means(view) is not None):
-            return mend_counts(view)  # without the factor, the means would still count equally
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
         again = "" if right else " The mean over the ranks is another gradient, too: check again."
         return f"do not multiply {what} by {count}{why}.{again}"

@@ -38,6 +38,7 @@ from ddp_equivalence.diagnosis.lines.of_loss import (
     last_backward,
     line_of_loss,
     line_that_multiplies_loss,
+    line_that_scales_loss,
     losses_before,
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import (
@@ -117,13 +118,25 @@ def _mean_of_means(view: View) -> Sequence[Prediction]:
         return ()
     means = means_over(view)
     plain = next(iter(means), None) is Over.MICRO_BATCH and Over.WINDOW not in means
+    times, scaled = view.world_size, multiplies_wrong_means(view)
     return tuple(
         Prediction(
-            view.on_every_rank(mean),
+            view.on_every_rank(mean * times if scaled else mean),
             "" if plain and over is Over.MICRO_BATCH else f"the means are over {over.value}",
         )
         for over, mean in means.items()
     )
+
+
+def multiplies_wrong_means(view: View) -> bool:
+    """True if the loss was seen to be multiplied by the number of ranks, and the mean of what the
+    ranks contribute is not the big batch's gradient. The factor is right then, and the count that
+    the loss divides by is not.
+    """
+    contributions, count = view.parts.contributions(), view.world_size
+    if contributions is None or nearly_equal(contributions.mean(0), view.expected):
+        return False
+    return count > 1 and line_that_scales_loss(view, count) is not None
 
 
 def is_mean_over_examples(view: View, parts: Sequence[Indices] = ()) -> bool:
