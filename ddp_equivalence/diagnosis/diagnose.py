@@ -228,7 +228,7 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     faults = [one for one in found if one.is_fault and not one.missing]
     others = [one for one in lines if not one.is_fault]
     behind: list[PointedLine] = []
-    for one in (*faults[:1], *(others if faults else ())) if hypothesis.of_a_number else ():
+    for one in (*faults[:1], *(others if faults else ())):
         run = run_lines(view, rank)
         behind = behind or lines_behind(run, one.line, MOST_LINES, only_attributes=True)
     known = {one.line for one in found}

@@ -560,14 +560,16 @@ def _classes(run: RunLines) -> set[str]:
 
 
 def _tells_little(run: RunLines, one: Origin, reader: SourceLine) -> bool:
-    """True for what only makes an object of a user's class, takes a leaf out of a batch, is the
-    rank or the world size, or changes what the function has already.
+    """True for what only makes an object of a user's class, a group or container, takes a leaf out
+    of a batch, is the rank or the world size, or changes what the function has already.
     """
     made = one.expression
     if isinstance(one.place.statement, ast.AugAssign) and one.place.function is reader.function:
         return True
     if isinstance(made, ast.Call):
-        return called_name(made) in {*_classes(run), "get_rank", "get_world_size"}
+        return called_name(made) in {*_classes(run), "get_rank", "get_world_size", "new_group"}
+    if isinstance(made, (ast.List, ast.Dict, ast.Set, ast.Tuple)):
+        return True
     return _is_leaf(one) or ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
 
 

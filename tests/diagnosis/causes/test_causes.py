@@ -622,17 +622,23 @@ def test_the_numbers_of_a_clipping_and_of_a_window_are_told() -> None:
     assert of_window == "3 micro-batches, divided by 4"
 
 
+LABELS = case_of(loss=of_labels, batch=with_few_labels)
+
+
 @pytest.mark.parametrize(
-    ("case", "of_case", "fix"),
+    ("case", "of_case", "cause", "fix"),
     [
-        (case_of(loss=of_labels, batch=with_few_labels), of_labels, "divide the summed loss by"),
-        (case_of(loss=root), root, "another gradient, too: check again"),
-        (CASE, loss, "do not multiply the loss by 4: DDP averages over the 4 ranks by itself."),
+        (LABELS, of_labels, "token_counts_weighted_equally", "divide the summed loss by"),
+        (case_of(loss=root), root, "sum_not_mean", "another gradient, too: check again"),
+        (CASE, loss, "sum_not_mean", "do not multiply the loss by 4: DDP averages over the 4"),
     ],
 )
-def test_the_fix_of_a_factor_says_whether_it_is_enough(case: Any, of_case: Any, fix: str) -> None:
+def test_the_fix_of_a_factor_says_whether_it_is_enough(
+    case: Any, of_case: Any, cause: str, fix: str
+) -> None:
+    """Where means divide by counts of their own, the factor goes with the count of all ranks."""
     finding = first_finding(different(case, times_ranks(of_case)))
-    assert finding.cause == "sum_not_mean"
+    assert finding.cause == cause
     assert fix in finding.fix
     assert ("check again" in finding.fix) == ("check again" in fix)
 
