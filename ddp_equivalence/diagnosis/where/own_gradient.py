@@ -206,7 +206,7 @@ def fault_of_own_gradient(
     of_loss = lines_of_the_loss(call, note, judged.is_wrong, of_backward)
     shown = [*only_there, *changed, *lines]
     marked = [line for line in shown if line and line.is_fault]
-    is_of_rows = not judged.of_all and headline == judged.headline
+    is_of_rows = not judged.of_all and judged.is_wrong and not _not_called(pieces, wrong, names)
     return Whereabouts(
         kind="own gradient",
         shows_later=not marked,
