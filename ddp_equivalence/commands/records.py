@@ -14,13 +14,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, EXIT_CODE_OF_LEVEL, SAME
 from ddp_equivalence.commands.record import record_again
 from ddp_equivalence.commands.suite_folder import OPTIONS_OF_SUITE, suite_folder
-from ddp_equivalence.gate.receipt import (
-    KEY_VARIABLE,
-    Wanted,
-    read_receipt,
-    refusals,
-    write_receipt,
-)
+from ddp_equivalence.gate.receipt import KEY_VARIABLE, Wanted, read_receipt, refusals, write_receipt
 from ddp_equivalence.gate.record import read_record
 from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.report.text import painted, require_writable_file

@@ -380,11 +380,7 @@ class Comparator:
                 yield Unlike(rank, key, Structure(measured[key]), expected=None)
 
     def _parameter(
-        self,
-        key: GradientKey,
-        noise: Noise,
-        autocast: torch.dtype | None,
-        tolerance: Tolerance,
+        self, key: GradientKey, noise: Noise, autocast: torch.dtype | None, tolerance: Tolerance
     ) -> ParameterComparison:
         norm, described = self._norms[key], self._described[key]
         assert described is not None

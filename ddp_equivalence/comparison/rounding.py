@@ -507,10 +507,7 @@ class Expected:
     """
 
     def __init__(
-        self,
-        reference: Reference,
-        data: DataByRank | None = None,
-        order: tuple[int, ...] = (),
+        self, reference: Reference, data: DataByRank | None = None, order: tuple[int, ...] = ()
     ) -> None:
         self.reference = reference
         self.data = data

@@ -111,11 +111,7 @@ class Tolerance:
     inside: torch.dtype | None = None
 
     def limit(
-        self,
-        norm: float,
-        noise: Noise,
-        dtype: torch.dtype | None = None,
-        elements: int = 1,
+        self, norm: float, noise: Noise, dtype: torch.dtype | None = None, elements: int = 1
     ) -> Limit:
         """The limit for a parameter.
 

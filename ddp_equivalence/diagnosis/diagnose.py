@@ -35,11 +35,7 @@ from ddp_equivalence.diagnosis.residual import (
     unexplained,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
-from ddp_equivalence.diagnosis.time_left import (
-    CAUSES,
-    OBSERVED_CAUSES,
-    TWO_CAUSES,
-)
+from ddp_equivalence.diagnosis.time_left import CAUSES, OBSERVED_CAUSES, TWO_CAUSES
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.whereabouts import MOST_LINES
 

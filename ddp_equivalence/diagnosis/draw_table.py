@@ -122,10 +122,7 @@ class DrawTable:
 
 
 def table_of(
-    parts: Sequence[Part],
-    reference: Sequence[Draws],
-    axes: Sequence[int | None],
-    examples: int,
+    parts: Sequence[Part], reference: Sequence[Draws], axes: Sequence[int | None], examples: int
 ) -> DrawTable | None:
     """The draws of the parts as rows; None if they are not those of their examples.
 
@@ -160,11 +157,7 @@ def _fits(part: Tensor, examples: int, whole: Tensor, all_examples: int, axis: i
 
 
 def _rows(
-    whole: Draws,
-    number: int,
-    axis: int,
-    parts: Sequence[Part],
-    owners: Sequence[int],
+    whole: Draws, number: int, axis: int, parts: Sequence[Part], owners: Sequence[int]
 ) -> Tensor:
     rows = _by_example(whole.values, axis, len(owners)).clone()
     if whole.name in ORDERS:

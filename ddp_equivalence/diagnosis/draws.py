@@ -15,11 +15,7 @@ from ddp_equivalence.case.build import build_model, without_dropout
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.tolerance import relative_to
-from ddp_equivalence.diagnosis.causes.model import (
-    OTHER_DRAWS,
-    SAME_DRAWS,
-    step_set_the_same_seed,
-)
+from ddp_equivalence.diagnosis.causes.model import OTHER_DRAWS, SAME_DRAWS, step_set_the_same_seed
 from ddp_equivalence.diagnosis.diagnose import (
     Finding,
     diagnose,
@@ -33,12 +29,7 @@ from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine, Setting
 from ddp_equivalence.diagnosis.time_left import DRAWS
 from ddp_equivalence.diagnosis.view import MeasuredGradients, View
-from ddp_equivalence.diagnosis.where.pieces import (
-    Pieces,
-    pieces_of,
-    rows_by_rank,
-    same_loss,
-)
+from ddp_equivalence.diagnosis.where.pieces import Pieces, pieces_of, rows_by_rank, same_loss
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.draws import DrawLog

@@ -123,10 +123,7 @@ class ExampleGradients:
         return found if is_sum else []
 
     def compute(
-        self,
-        examples: Indices,
-        generator: bytes = b"",
-        buffers: Mapping[str, Tensor] | None = None,
+        self, examples: Indices, generator: bytes = b"", buffers: Mapping[str, Tensor] | None = None
     ) -> LossAndGradient:
         """The loss and gradient of these examples alone.
 

@@ -30,9 +30,7 @@ class ExamplesRead:
 
 
 def examples_read(
-    observed: Mapping[int, Observation],
-    step: int,
-    dealt: Mapping[int, Indices] | None,
+    observed: Mapping[int, Observation], step: int, dealt: Mapping[int, Indices] | None
 ) -> ExamplesRead | None:
     """The examples that were read; None if a row fits none, or several that are not equal.
 

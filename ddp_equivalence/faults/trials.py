@@ -44,9 +44,7 @@ class FaultTrial:
 
 
 def fault_trials(
-    names: Sequence[str] = (),
-    layouts: Sequence[str] = LAYOUTS,
-    every: bool = True,
+    names: Sequence[str] = (), layouts: Sequence[str] = LAYOUTS, every: bool = True
 ) -> tuple[FaultTrial, ...]:
     """The trials of the faults with these ``names``, or of all faults, sorted by layout.
 

@@ -55,10 +55,7 @@ class ExampleLookup:
     """
 
     def __init__(
-        self,
-        batch: object,
-        given: Sequence[tuple[object, Indices]] = (),
-        dims: BatchDims = None,
+        self, batch: object, given: Sequence[tuple[object, Indices]] = (), dims: BatchDims = None
     ) -> None:
         self._given = [
             Given(leaf, positions, leaf._version)

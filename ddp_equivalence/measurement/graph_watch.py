@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from ddp_equivalence.measurement.calls import (
-    CodeLine,
-    is_users,
-)
+from ddp_equivalence.measurement.calls import CodeLine, is_users
 
 # Backward methods of the user's own, as data that the ranks send to the judging process.
 

@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_equivalence.measurement.calls import (
-    CodeLine,
-    is_users,
-    line_at,
-)
+from ddp_equivalence.measurement.calls import CodeLine, is_users, line_at
 
 # Nothing of torch is replaced for this, so functions that the user has imported by name are seen
 # too. Source: docs.python.org/3/library/sys.html, ``sys.settrace``.

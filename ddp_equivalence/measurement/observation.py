@@ -27,11 +27,7 @@ from ddp_equivalence.measurement.calls import (
     lines_of,
 )
 from ddp_equivalence.measurement.draws import Draw
-from ddp_equivalence.measurement.gradient_watch import (
-    BufferWatch,
-    GradientWatch,
-    HookWatch,
-)
+from ddp_equivalence.measurement.gradient_watch import BufferWatch, GradientWatch, HookWatch
 from ddp_equivalence.measurement.graph_watch import OwnBackward, OwnBackwards
 from ddp_equivalence.measurement.lines import Handler, LineTracer, line_of_caller
 from ddp_equivalence.ranks import process_state

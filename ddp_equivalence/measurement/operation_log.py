@@ -265,11 +265,7 @@ class Float32Watch(TorchDispatchMode):
         self.found = ""
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if not self.found and _enters_float64(result, (args, kwargs)):

@@ -213,11 +213,7 @@ class Oracle:
     # --- questions
 
     def answer(
-        self,
-        group: tuple[int, ...],
-        rows: Sequence[Row],
-        nudge: int = 0,
-        state: State = OF_RECORD,
+        self, group: tuple[int, ...], rows: Sequence[Row], nudge: int = 0, state: State = OF_RECORD
     ) -> Answer:
         """Let the script compute these rows alone, in their order, in each step of a group.
 
@@ -268,11 +264,7 @@ class Oracle:
         return self._computed(group, rows, logged=module).operations
 
     def _computed(
-        self,
-        group: tuple[int, ...],
-        rows: Sequence[Row],
-        kept: bool = True,
-        **asked: Any,
+        self, group: tuple[int, ...], rows: Sequence[Row], kept: bool = True, **asked: Any
     ) -> Answer:
         """``kept``: a process that was kept may compute it. ``asked``: fields of the query."""
         if self.script.closed:

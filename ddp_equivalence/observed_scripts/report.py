@@ -19,13 +19,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.checking.check import raise_unless_same
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-from ddp_equivalence.observed_scripts.record import (
-    BEFORE_CLIP,
-    HELD,
-    OWN,
-    SeenClip,
-    text_of_line,
-)
+from ddp_equivalence.observed_scripts.record import BEFORE_CLIP, HELD, OWN, SeenClip, text_of_line
 from ddp_equivalence.observed_scripts.script_step import ScriptStep
 from ddp_equivalence.report.numbers import parameters_lines
 from ddp_equivalence.report.record import finite

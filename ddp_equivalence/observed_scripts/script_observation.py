@@ -25,11 +25,7 @@ from ddp_equivalence.observed_scripts.ending import (
     where_ranks_are,
 )
 from ddp_equivalence.observed_scripts.judged_step import AnalysisOfScript, judge
-from ddp_equivalence.observed_scripts.launch import (
-    Running,
-    in_one_process,
-    processes_in,
-)
+from ddp_equivalence.observed_scripts.launch import Running, in_one_process, processes_in
 from ddp_equivalence.observed_scripts.not_comparable import about_epochs
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
 from ddp_equivalence.observed_scripts.oracle import (

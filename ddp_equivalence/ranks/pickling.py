@@ -10,11 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
-from types import (
-    CodeType,
-    FunctionType,
-    ModuleType,
-)
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle

@@ -325,10 +325,7 @@ class XdistLocks:
 
     @contextmanager
     def hold(
-        self,
-        layout: Layout,
-        lane: Lane,
-        preferred: Sequence[Devices] = (),
+        self, layout: Layout, lane: Lane, preferred: Sequence[Devices] = ()
     ) -> Iterator[Devices]:
         """Take one core or GPU per rank, or all if there are fewer, and hold them inside the block.
 

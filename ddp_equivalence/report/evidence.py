@@ -17,15 +17,7 @@ from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.report.blocks import place_name
 from ddp_equivalence.report.machine import gpu_texts, tf32_texts
-from ddp_equivalence.report.text import (
-    Line,
-    Style,
-    labelled,
-    listed,
-    plural,
-    rank_names,
-    ranks_by,
-)
+from ddp_equivalence.report.text import Line, Style, labelled, listed, plural, rank_names, ranks_by
 
 if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison

@@ -10,13 +10,7 @@ from typing import Any
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, SAME
 from ddp_equivalence.commands.explain.explanation import explain, explanation_text
-from ddp_equivalence.commands.explain.setup import (
-    CHOICES,
-    DEFAULTS,
-    KnownGood,
-    Setup,
-    setup_like,
-)
+from ddp_equivalence.commands.explain.setup import CHOICES, DEFAULTS, KnownGood, Setup, setup_like
 
 OPTIONS = {
     "batch": "the examples that one process takes for one micro-batch: with DDP the batch of one "

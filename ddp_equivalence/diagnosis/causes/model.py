@@ -11,12 +11,7 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.causes.losses import is_mean_over_examples
 from ddp_equivalence.diagnosis.divisors import weights_of_parts, why_not_additive
-from ddp_equivalence.diagnosis.hypothesis import (
-    Hypothesis,
-    Indication,
-    Prediction,
-    on_every_rank,
-)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, on_every_rank
 from ddp_equivalence.diagnosis.lines.of_loss import (
     BATCH_NORMS,
     COMPARISONS,

@@ -10,12 +10,7 @@ from typing import Literal
 
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.lines.origins import Origin, Origins
-from ddp_equivalence.diagnosis.lines.source import (
-    RunLines,
-    SourceLine,
-    leaving,
-    place_at,
-)
+from ddp_equivalence.diagnosis.lines.source import RunLines, SourceLine, leaving, place_at
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine

@@ -70,10 +70,7 @@ def _what_was_read(view: View, place: CallSite, ranks: Sequence[int] = ()) -> st
 
 
 def lines_of_reading(
-    view: View,
-    chosen: Sequence[PointedLine] = (),
-    ranks: Sequence[int] = (),
-    note: str = "",
+    view: View, chosen: Sequence[PointedLine] = (), ranks: Sequence[int] = (), note: str = ""
 ) -> list[PointedLine]:
     """The lines that choose what is read, and the last one where it is read.
 

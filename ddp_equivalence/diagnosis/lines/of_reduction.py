@@ -118,11 +118,7 @@ def line_that_scales(view: View, factor: float) -> PointedLine | None:
 
 
 def lines_of_factor(
-    view: View,
-    factor: float,
-    loss: str = "",
-    note: Callable[[str], str] = str,
-    missing: str = "",
+    view: View, factor: float, loss: str = "", note: Callable[[str], str] = str, missing: str = ""
 ) -> Sequence[PointedLine]:
     """The line that multiplies gradients or the loss by this number, and where they are reduced.
 

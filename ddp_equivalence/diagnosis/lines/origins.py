@@ -29,6 +29,7 @@ from ddp_equivalence.diagnosis.lines.source import (
     nodes_in,
     place_at,
     place_of,
+    sets_constant,
     tree_of,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
@@ -502,12 +503,7 @@ def lines_behind(
                 found.setdefault(setter, PointedLine(setter, note))
         level = [setter for setter, _ in behind]
     # A constant is the same on all ranks, so what else is read tells more.
-    return sorted(found.values(), key=lambda one: _sets_constant(one.line))[:most]
-
-
-def _sets_constant(line: CodeLine) -> bool:
-    place = place_at(line)
-    return place is not None and isinstance(getattr(place.statement, "value", None), ast.Constant)
+    return sorted(found.values(), key=lambda one: sets_constant(one.line))[:most]
 
 
 def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:

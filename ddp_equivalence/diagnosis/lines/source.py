@@ -307,3 +307,9 @@ def run_lines(view: View, rank: int | None = None) -> RunLines:
         return RunLines({}, {})
     backwards = tuple(place.line for place in view.observed.calls.backwards)
     return RunLines(seen.trace.times_run or {}, seen.trace.lines_run or {}, backwards)
+
+
+def sets_constant(line: CodeLine) -> bool:
+    """True if the line sets something to what is written there."""
+    place = place_at(line)
+    return place is not None and isinstance(getattr(place.statement, "value", None), ast.Constant)

@@ -33,9 +33,7 @@ def kind(test: Callable[[Site, Any, Found], bool]) -> Callable[[Site, Any, Found
     return KINDS.setdefault(test.__name__, test)
 
 
-def choice(
-    texts: Callable[[Site, Found], Iterable[str]],
-) -> Callable[[Site, Found], Iterable[str]]:
+def choice(texts: Callable[[Site, Found], Iterable[str]]) -> Callable[[Site, Found], Iterable[str]]:
     """Registers a function that gives the texts for the holes that have its name."""
     return CHOICES.setdefault(texts.__name__, texts)
 

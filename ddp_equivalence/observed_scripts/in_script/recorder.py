@@ -35,10 +35,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import (
 )
 from ddp_equivalence.observed_scripts.in_script.loaders import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.script_changes import batch_in_float64
-from ddp_equivalence.observed_scripts.in_script.watch import (
-    Watch,
-    end_process,
-)
+from ddp_equivalence.observed_scripts.in_script.watch import Watch, end_process
 from ddp_equivalence.observed_scripts.queries import Instructions
 from ddp_equivalence.observed_scripts.record import (
     Event,

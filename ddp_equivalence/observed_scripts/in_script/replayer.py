@@ -35,19 +35,8 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import named_tensor
 from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
 from ddp_equivalence.observed_scripts.in_script.watch import Watch, end_process
 from ddp_equivalence.observed_scripts.oracle import LEFT_OUT, MOST_TIMES
-from ddp_equivalence.observed_scripts.queries import (
-    Answer,
-    Instructions,
-    Query,
-    path_of_kept,
-)
-from ddp_equivalence.observed_scripts.record import (
-    Event,
-    Piece,
-    Record,
-    Step,
-    in_float64,
-)
+from ddp_equivalence.observed_scripts.queries import Answer, Instructions, Query, path_of_kept
+from ddp_equivalence.observed_scripts.record import Event, Piece, Record, Step, in_float64
 from ddp_equivalence.observed_scripts.rows import TOP, TOP_OF_CALL, Part, joined, put_into
 
 # Before the script calls a module for the first time in a step, the module gets the weights and
