@@ -527,9 +527,9 @@ def _setters(
     if place is None:
         return
     nodes = list(_in_head(place.statement))
-    begin = [one for one in nodes if getattr(one, "lineno", 0) == line.number]
-    if begin and line.number > place.statement.lineno:  # of a statement of several lines
-        nodes = [node for one in begin for node in ast.walk(one)]
+    if line.number > place.statement.lineno:  # of a statement of several lines
+        begin = (one for one in nodes if getattr(one, "lineno", 0) == line.number)
+        nodes = [node for one in begin for node in ast.walk(one)] or nodes
     read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
     for node in read:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -564,9 +564,8 @@ def _tells_little(run: RunLines, one: Origin, reader: SourceLine) -> bool:
         return True
     if isinstance(made, ast.Call):
         return called_name(made) in {*_classes(run), "get_rank", "get_world_size", "new_group"}
-    if isinstance(made, (ast.List, ast.Dict, ast.Set, ast.Tuple)):
-        return True
-    return _is_leaf(one) or ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
+    is_rank = ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
+    return is_rank or isinstance(made, (ast.List, ast.Dict, ast.Set, ast.Tuple)) or _is_leaf(one)
 
 
 def _is_leaf(one: Origin) -> bool:
