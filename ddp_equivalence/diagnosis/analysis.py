@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from ddp_equivalence.diagnosis.localisation import (
     findings_beside_one_rank,
     localise,
     one_rank_shows_more,
-    unless_a_reduction_is_seen,
+    unless_ranks_differ_by_factors,
 )
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs, find_repairs
 from ddp_equivalence.diagnosis.setting import setting_of
@@ -61,6 +61,7 @@ from ddp_equivalence.diagnosis.view import (
 from ddp_equivalence.diagnosis.where import divergence
 from ddp_equivalence.diagnosis.where.find_whereabouts import where_without_view
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_to_edit, with_one_rank
+from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
@@ -204,26 +205,27 @@ class Analysis:
             if self.view is None:
                 return ()
             found = diagnose(self.view, self.measurement.comparison)
-            return unless_a_reduction_is_seen(found, self.view)
+            return unless_ranks_differ_by_factors(found, self.view)
 
     @cached_property
     def beside(self) -> divergence.BesideOneRank | None:
         """What the step did on one rank with the whole batch, where that may show more."""
-        if not self.looks_further:
+        view = self._view_without_gradients if self.view is None else self.view
+        if not self.looks_further or view is None:
             return None
-        if self.view is None:
-            view = self._view_without_gradients
-            return None if view is None else divergence.beside_one_rank(view, self._request)
-        if not one_rank_shows_more(_believed(self.explanations)):
+        if self.view is not None and not one_rank_shows_more(_believed(self.explanations)):
             return None
-        return divergence.beside_one_rank(self.view, self._request)
+        compute = partial(divergence.beside_one_rank, view, self._request)
+        return self.time.within(WHEREABOUTS, compute, None)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """All explanations of the difference, best first."""
-        if self.view is None:
-            return self.explanations
-        return findings_beside_one_rank(self.explanations, self.view, self.beside)
+        found, view, beside = self.explanations, self.view, self.beside
+        if view is None:
+            return found
+        compute = partial(findings_beside_one_rank, found, view, beside)
+        return self.time.within(WHEREABOUTS, compute, found)
 
     @cached_property
     def repairs(self) -> Repairs:
@@ -262,15 +264,20 @@ class Analysis:
             why = self.why_not_watched
             right, view = self._expected.reference.expected, self._view_without_gradients
             where = where_without_view(self.observed, right, view, why, self.why_no_view)
-            if self.beside is not None and where is not None and view is not None:
-                where = with_one_rank(where, self.beside, view)
+            if where is not None and view is not None:
+                where = self._beside_one_rank(where, view)
             return Localisation(whereabouts=where)
         with self.time.counted(WHEREABOUTS):
             has_cause = _believed(self.findings) is not None
             found = localise(self.view, has_cause, self.why_not_watched)
-        if self.beside is None or found.whereabouts is None:
-            return found
-        return replace(found, whereabouts=with_one_rank(found.whereabouts, self.beside, self.view))
+        where = found.whereabouts
+        return replace(found, whereabouts=where and self._beside_one_rank(where, self.view))
+
+    def _beside_one_rank(self, where: Whereabouts, view: View) -> Whereabouts:
+        beside = self.beside
+        if beside is None:
+            return where
+        return self.time.within(WHEREABOUTS, lambda: with_one_rank(where, beside, view), where)
 
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""

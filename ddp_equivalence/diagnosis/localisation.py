@@ -29,6 +29,7 @@ from ddp_equivalence.diagnosis.where.lines_of_divergences import (
     wrong_loss,
 )
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.measurement.gradient_watch import factor_between
 from ddp_equivalence.measurement.request import Request
 
 
@@ -63,14 +64,17 @@ def _rows(view: View) -> str:
         return ""
 
 
-def unless_a_reduction_is_seen(findings: tuple[Finding, ...], view: View) -> tuple[Finding, ...]:
-    """The findings. A cause that leaves a factor over is not believed where the ranks' own
-    gradients are right, and a line was seen that makes something else of them.
+def unless_ranks_differ_by_factors(
+    findings: tuple[Finding, ...], view: View
+) -> tuple[Finding, ...]:
+    """The findings. A cause that leaves a factor over is not believed where every rank holds the
+    right gradient times a number of its own: the factor is as wrong as theirs.
     """
     if not findings or not findings[0].accepted or findings[0].besides is None:
         return findings
-    where = whereabouts_of(view, "")
-    if where is None or where.kind != "reduction" or not any(one.is_fault for one in where.lines):
+    held = [factor_between(view.expected, one, NEGLIGIBLE) for one in view.measured.by_rank]
+    known = [one for one in held if one is not None]
+    if len(known) < len(held) or max(known) - min(known) <= NEGLIGIBLE * abs(known[0]):
         return findings
     return tuple(replace(one, accepted=False) for one in findings)
 

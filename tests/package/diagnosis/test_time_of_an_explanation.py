@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.diagnosis import example_gradients, time_left
 from ddp_equivalence.diagnosis.example_gradients import loss_and_gradient_of
+from ddp_equivalence.diagnosis.time_left import OutOfTime, TimeLeft
 from tests.package.own_cases import loss, own_case
 
 LAYERS = 6
@@ -130,3 +131,41 @@ def test_a_debugged_step_has_no_deadline_for_its_explanation(slow_gradients: Clo
     assert verdict.not_tried == ()
     assert verdict.why_no_shares is not None
     assert "no weights of" in verdict.why_no_shares.reason  # noise is none
+
+
+def reads_other_rows(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Right on one rank: its operations are held against those of one rank."""
+    ddp = DistributedDataParallel(model)
+    (loss(ddp, shard) * shard["rows"].flip(0)[:, :1].mean().exp()).backward()
+
+
+def has_another_loss(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Wrong on one rank too: its operations are held against the loss of the case."""
+    ddp = DistributedDataParallel(model)
+    (ddp(shard["rows"]) - shard["targets"].sort(1).values).square().mean().backward()
+
+
+POSITIONS = 8
+
+
+@pytest.mark.parametrize(
+    "step", [noise_on_every_gradient, reads_other_rows, has_another_loss, lambda *given: None]
+)
+def test_time_may_end_before_any_computation(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    last = float("inf")
+
+    def require(left: TimeLeft, seconds: float = 0.0) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > last:
+            raise OutOfTime
+
+    monkeypatch.setattr(TimeLeft, "require", require)
+    outcome, most = checked(step).outcome, asked
+    for position in range(POSITIONS):
+        asked, last = 0, most * position // POSITIONS
+        verdict = checked(step)
+        assert verdict.outcome == outcome
+        assert str(verdict)
+        assert verdict.full_report()
