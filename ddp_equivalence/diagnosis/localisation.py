@@ -151,9 +151,12 @@ def findings_beside_one_rank(
     """
     if beside is None or beside.is_right_alone is None:
         return findings
-    if not findings or not findings[0].accepted:
+    is_known = bool(findings) and findings[0].accepted
+    if not is_known or findings[0].is_guess:
         counted = _seen_to_divide(view, beside)
-        return findings if counted is None else (counted, *findings)
+        findings = findings if counted is None else (counted, *findings[is_known:])
+        if counted is not None or not is_known:
+            return findings
     if ignores_the_loss(beside, view):
         return tuple(replace(one, accepted=False) for one in findings)
     best, *others = findings

@@ -24,6 +24,8 @@ from ddp_equivalence.diagnosis.lines.source import (
     functions_named,
     holds,
     inside,
+    is_attribute_of,
+    is_set_by,
     last_name,
     modules_in,
     nodes_in,
@@ -67,9 +69,13 @@ class Origin:
 
     @property
     def gives(self) -> str:
-        """What its line does, for a note: ``sets count``, or ``returns the value of count()``."""
-        is_returned = isinstance(self.place.statement, ast.Return)
-        return f"returns the value of {self.name}()" if is_returned else f"sets {self.name}"
+        """What its line does, for a note: it sets n, passes n, or returns the value of n()."""
+        node, name = self.place.statement, self.name
+        if isinstance(node, ast.Return):
+            return f"returns the value of {name}()"
+        targets = [target for one in ast.walk(node) for target, _ in settings(one)]
+        is_set = any(is_set_by(one, name) or is_attribute_of(one, name) for one in targets)
+        return f"{'sets' if is_set or isinstance(node, FUNCTIONS) else 'passes'} {name}"
 
     @property
     def computes(self) -> bool:
@@ -130,22 +136,6 @@ def settings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         function = node.value.func
         if isinstance(function, ast.Attribute) and function.attr in FILLING | SEEDING:
             yield from ((function.value, one) for one in node.value.args)
-
-
-def _is_set(target: ast.expr, name: str) -> bool:
-    """True if a target is this variable, an element of it, or one of several with it."""
-    while isinstance(target, (ast.Subscript, ast.Starred)):
-        target = target.value
-    if isinstance(target, (ast.Tuple, ast.List)):
-        return any(_is_set(one, name) for one in target.elts)
-    return isinstance(target, ast.Name) and target.id == name
-
-
-def _is_attribute(target: ast.expr, name: str) -> bool:
-    """True if a target is an attribute of this name, or one of several with it."""
-    if isinstance(target, (ast.Tuple, ast.List)):
-        return any(_is_attribute(one, name) for one in target.elts)
-    return isinstance(target, ast.Attribute) and target.attr == name
 
 
 def _matching(
@@ -210,7 +200,7 @@ class Origins:
         for around in place.nodes:
             if isinstance(around, COMPREHENSIONS) and any(one is node for one in ast.walk(around)):
                 for one in around.generators:
-                    if _is_set(one.target, name):
+                    if is_set_by(one.target, name):
                         return [Origin(place, one.iter, name)]
         while function is not None:
             found = list(self._set_in(place, inside(function), name))
@@ -246,8 +236,8 @@ class Origins:
     def _set_in(self, place: SourceLine, nodes: Iterator[ast.AST], name: str) -> Iterator[Origin]:
         for node in nodes:
             for target, value in settings(node):
-                if _is_set(target, name):
-                    given = _matching(target, value, name, _is_set)
+                if is_set_by(target, name):
+                    given = _matching(target, value, name, is_set_by)
                     yield from self._ran(place.file, given, name)
 
     def _given(self, place: SourceLine, function: Function, name: str) -> Iterator[Origin]:
@@ -270,8 +260,8 @@ class Origins:
     def _attribute_in(self, file: str, name: str) -> Iterator[Origin]:
         for node in nodes_in(file):
             for target, value in settings(node):
-                if _is_attribute(target, name):
-                    given = _matching(target, value, name, _is_attribute)
+                if is_attribute_of(target, name):
+                    given = _matching(target, value, name, is_attribute_of)
                     yield from self._ran(file, given, name)
         for owner in classes_in(file):
             yield from self._field_of(file, owner, name)
@@ -497,7 +487,7 @@ def lines_behind(
             for verb, name, setter in _setters(run, reader, only_attributes):
                 behind.append((setter, f"{verb} {name}, which line {reader.number} reads"))
                 for returning in lines_that_return(run, setter) if verb == "sets" else ():
-                    behind.append((returning, f"returns {name} of line {setter.number}"))
+                    behind.append((returning, f"its result goes to line {setter.number}"))
         for setter, note in behind:
             if setter != line:
                 found.setdefault(setter, PointedLine(setter, note))
@@ -533,7 +523,8 @@ def _setters(
     read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
     for node in read:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            given = [one for one in origins.of(Origin(place, node)) if not one.fills]
+            given = origins.of(Origin(place, node))
+            given = [one for one in given if not one.fills and not _wraps(one)]
             one = _in_force(run, line, node, given)
             if one is not None and not (only_attributes and _tells_little(run, one, place)):
                 yield _far_away(origins, node.attr, one)

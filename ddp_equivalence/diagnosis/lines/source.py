@@ -313,3 +313,19 @@ def sets_constant(line: CodeLine) -> bool:
     """True if the line sets something to what is written there."""
     place = place_at(line)
     return place is not None and isinstance(getattr(place.statement, "value", None), ast.Constant)
+
+
+def is_set_by(target: ast.expr, name: str) -> bool:
+    """True if a target is this variable, an element of it, or one of several with it."""
+    while isinstance(target, (ast.Subscript, ast.Starred)):
+        target = target.value
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return any(is_set_by(one, name) for one in target.elts)
+    return isinstance(target, ast.Name) and target.id == name
+
+
+def is_attribute_of(target: ast.expr, name: str) -> bool:
+    """True if a target is an attribute of this name, or one of several with it."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return any(is_attribute_of(one, name) for one in target.elts)
+    return isinstance(target, ast.Attribute) and target.attr == name

@@ -361,7 +361,7 @@ def done_text(call: Call, pieces: Pieces) -> str:
         return "they were changed, by little"
     if change.factor is not None:
         return f"they were multiplied by {text_of(change.factor, '.6g')}"
-    return "other numbers were written to them"
+    return "other numbers were written to the gradients"
 
 
 def _group(call: Call, pieces: Pieces) -> str:

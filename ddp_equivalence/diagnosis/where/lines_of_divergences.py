@@ -377,7 +377,13 @@ def with_unlike_loss(
     """
     if found.kind == "big batch" or not unlike:
         return found
-    first = [PointedLine(one.line, _note_of_value(one), is_fault=True) for one in unlike]
+    backwards = {one.line for one in view.observed.calls.backwards}
+    elsewhere = any(one.line not in backwards for one in unlike)
+    elsewhere |= any(one.is_fault and one.line not in backwards for one in found.lines)
+    first = [
+        PointedLine(one.line, _note_of_value(one), not elsewhere or one.line not in backwards)
+        for one in unlike
+    ]
     behind = [
         PointedLine(line, f"goes into what line {one.line.number} computes")
         for one in unlike

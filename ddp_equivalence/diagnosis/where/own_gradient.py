@@ -193,8 +193,9 @@ def fault_of_own_gradient(
     whole = f"{who[:1].upper()}{who[1:]} {verb} another gradient than its rows give."
     whole = "" if judged.of_all else f"{whole}{_which_piece(pieces, wrong)}"
     names = _names(pieces, one)
-    if judged.of_all:
-        names = tuple(name for name in reversed(names) if name in view.measured.differing)
+    # What a rank has may be a part by design: what differs in the end tells more.
+    differing = tuple(name for name in names if name in view.measured.differing)
+    names = differing[::-1] if judged.of_all else differing or names
     about = who if len(ranks) in (1, view.world_size) else f"{len(ranks)} ranks"
     headline, sentence, lines = _from_where(pieces, wrong, names, judged, about)
     only_there = lines_only_on(view.observed.by_rank, ranks)
@@ -213,7 +214,7 @@ def fault_of_own_gradient(
         headline=headline,
         sentence=f"{'' if is_of_rows else judged.sentence}{sentence}{whole}".rstrip(),
         what="loss of rows" if is_of_rows else "something else",
-        lines=distinct([*shown, *of_loss]),
+        lines=distinct([*shown, *(of_loss if judged.is_wrong or not marked else [])]),
         parameters=names,
         ranks=ranks,
     )
@@ -238,7 +239,9 @@ def _from_where(
     if ran and ran[0].withheld:
         what = f"Line {ran[0].line.number} {line_of_backward(ran[0]).note}. "
         return f"{about}: a backward method returns no gradient", what, lines
-    rest = "; all others are right" if len(pieces.view.parameters.names) > len(names) else ""
+    others = set(pieces.view.parameters.names) - set(names)
+    is_all = set(names) == pieces.view.measured.differing
+    rest = "; all others are right" if others and is_all else ""
     text = f"The loss is right, and the gradient of {names_text(names)} is not{rest}. "
     headline = "backward gives another gradient" if lines else "another gradient than its rows give"
     return f"{about}: {headline}", text, lines

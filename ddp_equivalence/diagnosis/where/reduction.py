@@ -355,14 +355,17 @@ class _Search:
         text = self._text(self.path.held)
         known = [one for one in lines if one is not None]
         is_vague = not any(one.is_fault for one in known)
+        held = [one.held for one in self.bad if one.names == self.path.names]
+        alike = all(same_mix(one, self.path.held) for one in held)
+        on = "" if alike else f", on rank {self.path.rank}"
         last = [
-            pointed(one, f"after it: {self._text(one.mix)}", is_vague and not number)
+            pointed(one, f"after it{on}: {self._text(one.mix)}", is_vague and not number)
             for number, one in enumerate(self.path.states[: -MOST_SHOWN // 2 : -1])
         ]
         return Whereabouts(
             "reduction",
             headline,
-            f"{sentence} In the end the gradients are {text}.".strip(),
+            f"{sentence} In the end{on} the gradients are {text}.".strip(),
             distinct([*known, *last]),
             fix=fix,
             ranks=ranks,
@@ -393,7 +396,7 @@ class _Search:
         if lost is None:
             return self._never_in(missing, who)
         what = f"{done_text(lost.call, self.pieces)}; after it: {self._text(lost.mix)}"
-        text = f"{who.capitalize()} had a gradient of its own, and the marked line replaced it."
+        text = f"{who.capitalize()} had computed a gradient, and the marked line replaced it."
         return self._of("gradients of some ranks are missing", text, [pointed(lost, what, True)])
 
     def _never_in(self, missing: Sequence[int], who: str) -> Whereabouts:
