@@ -247,3 +247,20 @@ def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> No
     case = replace(CASE, loss=mean_of_squares, layout="1x2")
     found = unnamed(case, scaled_gradient_of_one_half)
     assert found.headline != "gradients do not depend on how the loss is scaled"
+
+
+def weighs_by_chosen_outputs(model: Any, shard: Any, rank: Any) -> None:
+    output = model(shard["rows"])
+    choice = output.max(1).indices
+    chosen = [torch.empty_like(choice) for _ in range(rank.world_size)]
+    dist.all_gather(chosen, choice)
+    used = torch.cat(chosen).bincount(minlength=output.shape[1])
+    weight = (used > 0).to(output.dtype) + rank.rank  # fault
+    ((output - shard["targets"]).square() * weight).mean().backward()
+    average(model)
+
+
+def test_whole_numbers_that_are_chosen_by_outputs_are_no_cut() -> None:
+    found = where(CASE, weighs_by_chosen_outputs)
+    assert "cut off" not in found.headline
+    assert "all_gather" not in " ".join([found.sentence, *(one.note for one in found.lines)])
