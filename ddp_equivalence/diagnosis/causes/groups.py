@@ -356,8 +356,9 @@ def _lines_that_add_again(view: View) -> Sequence[PointedLine]:
         before = first_of(places, f"all_reduces {names}", is_fault=False)
         return [*before, *last_of(places, "adds up the same gradients again")]
     again = places[0]
-    times = max(len(one.calls) for one in repeated.values())
-    note = f"all_reduces {names} {times} times"
+    times = {len(one.calls) for one in repeated.values()}
+    often = f"{min(times)} to {max(times)}" if len(times) > 1 else f"{max(times)}"
+    note = f"all_reduces {names} {often} times"
     listed = chosen(gone_through(run_lines(view, again.ranks[0]), way_to(view, again.first)))
     lists = [PointedLine(listed.line, "makes what the loop goes over")] if listed else []
     return [again.pointed(note, is_fault=True), *lists]

@@ -110,6 +110,8 @@ def fault_of_reduction(
         which = f"{alike[0]} and {others} more" if others else alike[0]
         sentence = f"For {which}: {sentence}"
         concerned = f"{len(names)} of {len(every)} gradients are wrong, on {where}."
+    elif len(names) < len(every):
+        sentence = f"For {names_text(names)}: {sentence}"
     return replace(
         found,
         sentence=f"{sentence} {concerned} {_premise(pieces, weight)}",
