@@ -76,7 +76,7 @@ def verdict_of(path: Path, trials: float = 0.0) -> Verdict:
     try:
         spec.loader.exec_module(module)
         with settings.using(settings.replaced(trial_seconds=trials, deadline=240.0)):
-            verdict = check(module.case, module.step)
+            verdict = check(module.case, module.step, **getattr(module, "options", {}))
             str(verdict)  # the report is made while the module is there
         return verdict
     finally:
