@@ -88,6 +88,7 @@ def test_a_file_with_the_name_of_a_module_does_not_end_the_ranks(name: str, proj
 def test_a_file_that_hides_a_module_is_named(
     name: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the folder
     (project / f"{name}.py").write_text("class Batch:\n    pass\n")
     (project / "mine.py").write_text(f"import torch, calendar\nfrom {name} import Batch as B, no\n")
     monkeypatch.chdir(project)

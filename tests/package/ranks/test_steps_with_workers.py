@@ -33,6 +33,9 @@ from tests.package.own_cases import loss, own_case, right_step
 Rows = dict[str, Tensor]
 T = TypeVar("T")
 
+TRIES = 5
+"""Ranks that go on are found within so many checks."""
+
 
 class ShardDataset(Dataset[Rows]):
     """The rows of a shard, one by one. A class of a test file, which no worker can import."""
@@ -164,15 +167,16 @@ def keepers() -> set[int]:
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.usefixtures("as_if_alone")
 def test_a_step_with_workers_is_the_same_and_leaves_none_and_the_ranks_go_on(name: str) -> None:
-    started = []
-    for _ in range(2):
+    started = list[int]()
+    # The first check may begin with new ranks, since the step may import other modules. On a busy
+    # machine ranks may be replaced, too, because a process that is about to end takes too long.
+    while started[-2:-1] != started[-1:] or not started:
+        assert len(started) < TRIES
         verdict = check(own_case(), STEPS[name], deadline=9.0)
         assert verdict.outcome == "same", str(verdict)
         assert not verdict.changed
         assert workers_left() == []
         started.append(warm_ranks().started)
-    # The first check may begin with new ranks, since the step may import other modules.
-    assert started[0] == started[1]
 
 
 def starts_workers(shard: Rows) -> None:
@@ -195,6 +199,8 @@ def hangs(model: nn.Module, shard: Rows, rank: Rank) -> None:
 
 
 def loses_a_worker(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    # Torch swallows the error of the worker if it comes while torch imports a part of its profiler.
+    list(loader_of(shard))
     list(loader_of(shard, collate_fn=kills_itself))
 
 
