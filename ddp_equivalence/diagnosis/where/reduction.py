@@ -112,6 +112,7 @@ def fault_of_reduction(
         concerned = f"{len(names)} of {len(every)} gradients are wrong, on {where}."
     elif len(names) < len(every):
         sentence = f"For {names_text(names)}: {sentence}"
+        concerned = f"This is so on {where}."
     return replace(
         found,
         sentence=f"{sentence} {concerned} {_premise(pieces, weight)}",
