@@ -12,7 +12,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.divisors import what_it_divides_by
 from ddp_equivalence.diagnosis.lines.of_data import lines_that_share
 from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
-from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.residual import fitted_mixture, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.where.gradient_path import (
     lines_of_the_loss,
@@ -69,9 +69,10 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     for one, factor in zip(compared, factors.tolist(), strict=True):
         by_rank.setdefault(one.piece.rank, []).append(factor)
         by_number.setdefault(one.piece.number, []).append(factor)
-    odd: tuple[int, ...] = ()
+    odd, wrong = tuple[int, ...](), tuple[int, ...]()
     if all(_all_alike(torch.tensor(one)) for one in by_rank.values()):
-        odd = odd_ranks({rank: values[0] for rank, values in by_rank.items()})
+        wrong = _wrong_ranks(pieces, compared, factors)
+        odd = wrong or odd_ranks({rank: values[0] for rank, values in by_rank.items()})
         shown = _listed("rank", {rank: values[0] for rank, values in by_rank.items()})
     elif all(_all_alike(torch.tensor(one)) for one in by_number.values()):
         shown = _listed("backward pass", {n + 1: values[0] for n, values in by_number.items()})
@@ -83,7 +84,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     whole = "losses" if all(map(_begun_so, compared)) else "gradients"
     return Whereabouts(
         "own gradient",
-        f"{ranked(odd, world_size)}: the loss has another factor"
+        f"{ranked(odd, world_size)}: the loss has {'a wrong' if wrong else 'another'} factor"
         if odd
         else "the losses have different factors",
         f"These are the {whole}, in multiples of what their rows give: {shown}.",
@@ -96,6 +97,20 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
         pieces.view.parameters.names,
         ranks,
     )
+
+
+def _wrong_ranks(pieces: Pieces, compared: Sequence[Compared], factors: Tensor) -> tuple[int, ...]:
+    """The ranks whose factor is not the one with which what all ranks hold would be the big batch;
+    () if that is not known, or true of all.
+    """
+    right, weight = pieces.view.expected, pieces.uniform_weight
+    rows = torch.stack([one.gradient_alone for one in compared])
+    weights = None if weight is None else fitted_mixture(rows, right[None]).weights
+    if weights is None or unexplained(right, weights[0] @ rows) > pieces.tolerance:
+        return ()
+    off = (weights[0] / (weight or 1.0) - factors).abs() > SAME * factors.abs()
+    wrong = {one.piece.rank for one, is_off in zip(compared, off.tolist(), strict=True) if is_off}
+    return tuple(sorted(wrong)) if len(wrong) < pieces.view.world_size else ()
 
 
 def _begun_so(one: Compared) -> bool:

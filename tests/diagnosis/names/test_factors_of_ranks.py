@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -209,3 +210,28 @@ def test_each_rank_that_divides_by_a_number_of_its_own_is_told(
     assert "Fix: divide the gradients by" not in report
     assert "besides" not in report
     assert re.search(said, report), report
+
+
+def weighs_some_ranks(weights: Sequence[float]) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        (squares(ddp, shard) * weights[rank.rank]).backward()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("weights", "who"),
+    [
+        ((1.0, 0.7, 0.7, 0.7), "ranks 1, 2 and 3"),
+        ((0.7, 1.0, 0.7, 0.7), "ranks 0, 2 and 3"),
+        ((1.0, 1.0, 1.3, 1.0), "rank 2"),
+        ((1.0, 1.3, 1.0, 0.7), "ranks 1 and 3"),
+        ((2.5, 0.7, 1.0, 1.0), "ranks 0 and 1"),
+    ],
+)
+def test_a_wrong_factor_is_that_of_the_ranks_that_have_it_though_they_are_most(
+    weights: Sequence[float], who: str
+) -> None:
+    report = report_of(check(case("1x4"), weighs_some_ranks(weights)))
+    assert f"{who}: the loss has a wrong factor" in report, report
