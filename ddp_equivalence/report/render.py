@@ -280,8 +280,6 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
     the lines of which a small edit repairs the step.
     """
     repaired, of_cause = list(lines_of_repairs(verdict.repairs)), _lines_of_cause(verdict)
-    if repaired or any(one.is_fault for one in of_cause):  # a backward pass begins in any step
-        of_cause = [one for one in of_cause if one.is_fault or not one.begins_backward]
     if not repaired:
         while len(of_cause) > most:  # those that are no fault are left out first
             innocent = [one for one in of_cause if not one.is_fault]

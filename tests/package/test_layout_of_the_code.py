@@ -26,7 +26,7 @@ BUDGETS = {
     "observed_scripts": 8_064,
     "pytest_plugin": 1_609,
     "ranks": 7_056,
-    "report": 5_079,
+    "report": 5_077,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
