@@ -151,14 +151,15 @@ def findings_beside_one_rank(
     """
     if beside is None or beside.is_right_alone is None:
         return findings
+    if ignores_the_loss(beside, view):
+        return tuple(replace(one, accepted=False) for one in findings)
     is_known = bool(findings) and findings[0].accepted
     if not is_known or findings[0].is_guess:
         counted = _seen_to_divide(view, beside)
-        findings = findings if counted is None else (counted, *findings[is_known:])
-        if counted is not None or not is_known:
-            return findings
-    if ignores_the_loss(beside, view):
-        return tuple(replace(one, accepted=False) for one in findings)
+        if counted is not None:
+            return (counted, *(replace(one, accepted=False) for one in findings))
+    if not is_known:
+        return findings
     best, *others = findings
     return (_with_lines_of_the_count(best, view, beside), *others)
 
@@ -176,13 +177,20 @@ def _seen_to_divide(view: View, beside: BesideOneRank) -> Finding | None:
     if wrong is None or right is None or not _is(sum(right.counts), wrong.number * factor):
         return None
     was, total = (text_of(one, ".6g") for one in (wrong.number, sum(right.counts)))
+    # Where every rank divides by a count of its own part, the number is another one there.
+    is_of_all = all(
+        any((one.line, one.number) == (wrong.line, wrong.number) for one in of_rank)
+        for of_rank in beside.scalings_of_ranks
+    )
+    fix = f"divide by {total} ({right.unit}), not by {was}."
+    alone = "" if is_of_all else "on one rank "
     return replace(
         finding_without_prediction(ANOTHER_COUNT),
         accepted=True,
         fits=True,
         unexplained=0.0,
-        detail=f"divided by {was}, instead of {total}, {right.unit}",
-        fix=f"divide by {total} ({right.unit}), not by {was}.",
+        detail=f"{alone}divided by {was}, instead of {total}, {right.unit}",
+        fix=fix if is_of_all else f"count {right.unit} in the marked line.",
         lines=wrong_loss(not_seen(""), beside, view).lines,
     )
 

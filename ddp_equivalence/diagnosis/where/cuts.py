@@ -66,9 +66,9 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
     made: dict[int, int] = {}
     for number, one in enumerate(operations):
         for value in one.returned if one.differentiable and not one.in_backward else ():
-            held = None if value is None else run.values[value]
-            # What is chosen by a maximum is a whole number, which has no gradient anywhere.
-            if value is not None and held and held.is_floating_point and prod(held.shape) > 1:
+            if value is None or not run.values[value].is_floating_point:
+                continue  # what is chosen by a maximum is a whole number, and has no gradient
+            if prod(run.values[value].shape) > 1:
                 made.setdefault(value, number)
     open_ones = [one for one in losses_of(run) if one is not None]
     seen: set[int] = set()

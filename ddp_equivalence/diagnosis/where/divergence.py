@@ -81,7 +81,8 @@ class BesideOneRank:
     on ranks, and not on one rank; if that is wrong, only at collectives. ``past_autograd``: the
     collectives on the way to wrong gradients of which autograd knows nothing. ``loss``: where one
     rank that is wrong leaves the loss of the case. ``scalings``: the numbers by which its loss was
-    scaled. ``loss_alone``: at which its backward began; None if it is not known.
+    scaled, and ``scalings_of_ranks`` those on every rank. ``loss_alone``: at which its backward
+    began; None if it is not known.
     ``is_left_by_backward``: what it leaves is what backward has computed. ``ignoring``: the
     parameters whose gradients do not depend on how the loss is scaled, on one rank or on others.
     ``unread``: the examples that no rank reads.
@@ -94,6 +95,7 @@ class BesideOneRank:
     past_autograd: tuple[Operation, ...] = ()
     loss: StepAndLoss = field(default_factory=StepAndLoss)
     scalings: tuple[Scaling, ...] = ()
+    scalings_of_ranks: tuple[tuple[Scaling, ...], ...] = ()
     loss_alone: float | None = None
     is_left_by_backward: bool = False
     ignoring: tuple[str, ...] = ()
@@ -144,6 +146,7 @@ def _compared(
             cuts=at_collectives([runs.by_rank[rank] for rank in sorted(runs.by_rank)]),
             loss=compared_with_the_loss(view, runs.alone, _parts(view, rows)),
             scalings=tuple(scalings_of_loss(runs.alone)),
+            scalings_of_ranks=tuple(map(tuple, map(scalings_of_loss, runs.by_rank.values()))),
             loss_alone=loss_on_one_rank(runs.alone),
             is_left_by_backward=is_left_by_backward(runs.alone),
         )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
 from tests.combinations import each_once
@@ -285,6 +286,23 @@ def counts_what_it_sums_up(model: nn.Module, shard: Any, rank: Rank) -> None:
     total = F.cross_entropy(outputs, targets, reduction="sum", ignore_index=0)
     (total / count).backward()
     average(model, 1)
+
+
+def counts_places_of_its_own(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Under DDP each rank divides by its own places, of which all have equally many."""
+    ddp = DistributedDataParallel(model)
+    targets = shard["labels"][:, 1:].flatten()
+    count = torch.ones_like(targets).sum()
+    outputs = ddp(shard["rows"])[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(outputs, targets, reduction="sum", ignore_index=0)
+    (total / count).backward()
+
+
+def test_a_number_of_one_rank_is_no_fix_where_ranks_divide_by_their_own() -> None:
+    verdict = check(case(batch=with_zeros, loss=next_token_mean), counts_places_of_its_own)
+    report = report_of(verdict)
+    assert "on one rank divided by 60, instead of 24, the targets that are not 0" in report
+    assert "Fix: count the targets that are not 0 in the marked line." in report
 
 
 COUNTING = [counts_first_tokens_too, counts_rows_and_padding, counts_what_it_sums_up]
