@@ -24,8 +24,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
     limits_by_name,
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_divisor
-from ddp_equivalence.diagnosis.lines.origins import lines_behind
-from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.residual import (
     FITTED,
     NEGLIGIBLE,
@@ -207,28 +205,34 @@ def _pointed(finding: Finding, view: View) -> Finding:
         )
     return replace(
         finding,
-        fix=hypothesis.fix(view),
+        fix=f"{hypothesis.fix(view)}{_another_mean(view)}",
         lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),
     )
 
 
+def _another_mean(view: View) -> str:
+    """The end of a fix where the ranks hold what they computed, and reducing this is not enough."""
+    places = view.parameters.positions_of(sorted(view.measured.differing))
+    held, right = view.measured.by_rank[:, places], view.expected[places]
+    own = view.local_gradients[0][:, places] if view.local_gradients else None
+    if own is None or own.shape != held.shape or not nearly_equal(held, own):
+        return ""
+    if is_divided_up(view) is False or nearly_equal(held, held[:1].expand_as(held)):
+        return ""  # not reducing is no fault where the ranks have the same, or the wrong examples
+    if is_multiple(held.mean(0), right):
+        return ""
+    return " Their mean is not the big batch's either, so something else is wrong, too."
+
+
 def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
-    """Those of the cause, and what set the numbers and attributes that the faulty one uses."""
+    """Those of the cause, and what set the number that the faulty one uses."""
     lines = hypothesis.lines(view)
     found, known = list(lines), {one.line for one in lines}
     rank = min(view.observed.by_rank, default=0)
     if hypothesis.of_a_number and len(found) < MOST_LINES:
         made = [line for one in lines if one.is_fault for line in _numbers(view, rank, one)]
         found = [*(one for one in made[:1] if one.line not in known), *found]
-    faults = [one for one in found if one.is_fault and not one.missing]
-    others = [one for one in lines if not one.is_fault]
-    behind: list[PointedLine] = []
-    for one in (*faults[:1], *(others if faults else ())):
-        run = run_lines(view, rank)
-        behind = behind or lines_behind(run, one.line, MOST_LINES, only_attributes=True)
-    known = {one.line for one in found}
-    found += [one for one in behind if one.line not in known]
     return tuple(found[: max(MOST_LINES, len(lines))])
 
 
@@ -319,6 +323,8 @@ def two_causes_at_once(
                 continue
             if scaled.is_a_right_step or _is_one_wrong_divisor(view, scaled):
                 continue
+            if _is_unseen(view, scaled.hypothesis):
+                continue
             detail = "; ".join(filter(None, (scaled.prediction.detail, factor.detail)))
             second = finding_without_prediction(hypothesis)
             finding = scaled.finding(view, detail=detail, more=(second,))
@@ -344,6 +350,13 @@ def _is_refuted(view: View, hypothesis: Hypothesis) -> bool:
     return indication is not None and not indication.supports
 
 
+def _is_unseen(view: View, hypothesis: Hypothesis) -> bool:
+    """True if neither an observation nor a line shows this cause. With a factor that is taken from
+    the measurement as well it would explain too much.
+    """
+    return hypothesis.indication(view) is None and not hypothesis.lines(view)
+
+
 def one_cause_and_a_factor(view: View, predictions: Sequence[ScaledPrediction]) -> list[Finding]:
     """Every cause that explains all but one positive factor, which no cause explains.
 
@@ -358,7 +371,7 @@ def one_cause_and_a_factor(view: View, predictions: Sequence[ScaledPrediction]) 
     own = [view.on_every_rank(local.mean(0)) for local in view.local_gradients]
     anything_fits = any(is_multiple(held, one) for one in own)
     for scaled in predictions:
-        if scaled.factor <= 0 or _is(scaled.factor, 1.0):
+        if scaled.factor <= 0 or _is(scaled.factor, 1.0) or _is_unseen(view, scaled.hypothesis):
             continue
         is_factor = is_multiple(scaled.prediction.by_rank, view.expected_by_rank)
         if anything_fits or is_factor or scaled.is_a_right_step:

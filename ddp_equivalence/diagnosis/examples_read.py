@@ -163,7 +163,7 @@ def rows_read_unequally(view: View) -> str:
 
 
 def texts_of_rows(view: View) -> list[str]:
-    """Clauses: who reads the same examples, which are read again by one rank, and which by none."""
+    """Clauses: who reads the same examples, and which are read by no rank."""
     several, texts = read_by_several_ranks(view), list[str]()
     for ranks, examples in list(several.items())[:MOST_GROUPS]:
         word, shown = "both" if len(ranks) == 2 else "all", examples_seen(view, examples, 4)
@@ -172,17 +172,6 @@ def texts_of_rows(view: View) -> list[str]:
     more = len(several) - MOST_GROUPS
     if more > 0:
         texts.append(f"{more} more set{'s' if more > 1 else ''} of ranks share others")
-    again = {
-        index: rank
-        for rank, times in enumerate(counted_reads(view))
-        for index, number in sorted(times.items())
-        if number > 1
-    }
-    if again and not several:
-        ranks = tuple(sorted(set(again.values())))
-        verb = "reads" if len(ranks) == 1 else "read"
-        shown = examples_seen(view, sorted(again), 4)
-        texts.append(f"{ranks_by_number(ranks)} {verb} {shown} more than once")
     unread = _missed(view)
     shown = short_numbers(unread) if texts else example_numbers(unread, 4)
     return [*texts, f"no rank reads {shown}"] if unread else texts

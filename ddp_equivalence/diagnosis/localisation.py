@@ -201,7 +201,8 @@ def _is(number: float | None, other: float) -> bool:
 
 def _with_lines_of_the_count(finding: Finding, view: View, beside: BesideOneRank) -> Finding:
     if not finding.lines and beside.is_right_alone:
-        return replace(finding, lines=lines_of_divergences(beside.divergences, view))
+        of_the_loss = replace(beside, lines_of_case={})  # which is not additive, for instance
+        return replace(finding, lines=lines_of_divergences(of_the_loss, view))
     if finding.cause != ANOTHER_COUNT.name or finding.more:
         return finding
     found = None if beside.is_right_alone else whereabouts_of(view, "")

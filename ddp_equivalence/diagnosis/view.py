@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,10 +32,12 @@ from ddp_equivalence.diagnosis.residual import fitted_mixture, nearest_factor, n
 from ddp_equivalence.diagnosis.rows_read import ExamplesRead, examples_read
 from ddp_equivalence.diagnosis.setting import Setting, StepCalls, calls_of_all_steps
 from ddp_equivalence.diagnosis.time_left import TimeLeft
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.call_watch import MOST_LINES
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.measure import Measurement, work_of
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
+from ddp_equivalence.measurement.observer import LocalsSeen
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.collectives import FORGOTTEN, Collective
 from ddp_equivalence.reference import Reference, big_batch
@@ -569,3 +572,16 @@ class ObservedStep:
         """True if a rank gathered more than single elements."""
         logs = [seen.collectives or () for seen in self.by_rank.values()]
         return any("gather" in entry.op and entry.elements > 1 for log in logs for entry in log)
+
+
+def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
+    """File -> the lines of the user's code that compute the gradients of the big batch.
+
+    They are not known if somebody else traces this thread, such as a debugger.
+    """
+    if sys.gettrace() is not None:
+        return {}
+    seen = LocalsSeen()
+    with without_planted_faults(), seen.watching():
+        big_batch(request.case, request.compare, request.training, request.steps)
+    return seen.lines

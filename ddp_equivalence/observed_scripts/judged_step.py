@@ -249,7 +249,7 @@ def _explained(step: ScriptStep, verdict: Verdict, look_closer: LookCloser) -> V
             return unknown(verdict, why)
     if best is not None and best.cause == NOT_ADDITIVE and analysis.view is not None:
         beside = analysis.beside
-        lines = () if beside is None else lines_of_divergences(beside.divergences, analysis.view)
+        lines = () if beside is None else lines_of_divergences(beside, analysis.view)
         findings = (replace(best, lines=lines or best.lines), *findings[1:])
     return _named(replace(verdict, observed=dict(second.observations)), findings)
 

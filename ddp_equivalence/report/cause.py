@@ -176,7 +176,8 @@ def where_it_lies(verdict: Verdict) -> Iterator[str]:
     elif found is not None:
         yield " ".join(filter(None, [found.beside_one_rank, found.marks]))
         yield found.sentence
-    yield localisation.rows and f"{localisation.rows} This may be intended."
+    told = "This is told by the inputs of the model, and may be intended."
+    yield localisation.rows and f"{localisation.rows} {told}"
 
 
 # What a reader must know beside the cause and the numbers.
@@ -224,8 +225,7 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
             yield f"{examples} are {short_numbers(of_step, MOST_EXAMPLES)} of the batch."
     training, is_update = verdict.asked.training, verdict.asked.compare == "update"
     if training.is_of_the_user:
-        predicted = "" if verdict.outcome == "same" else ", from which no cause is predicted"
-        yield f"Compared with your own reference={predicted}."
+        yield "Compared with your own reference=."
     elif verdict.outcome == "same":
         return
     elif is_update and training.is_plain_sgd:

@@ -349,7 +349,9 @@ def _structure(comparison: Comparison) -> list[str]:
     ranks = ranks_by(
         ((int(match["rank"]), match["what"]) if match else (-1, text)) for match, text in matches
     )
-    return [what if of == [-1] else f"{_on(of, comparison)}: {what}" for what, of in ranks.items()]
+    # A rank may have no gradient of what it does not own, so what no rank has comes first.
+    most_first = sorted(ranks.items(), key=lambda one: -len(one[1]))
+    return [what if of == [-1] else f"{_on(of, comparison)}: {what}" for what, of in most_first]
 
 
 def _on(ranks: list[int], comparison: Comparison) -> str:
@@ -390,9 +392,7 @@ def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
         pass
     elif has_too_few_elements(shares):
         yield f"Too few elements differ to tell how often each of the {shares.pieces} counts."
-    elif not can_be_shown(shares):
-        yield f"No counts of whole {shares.pieces} give what the ranks hold."
-    elif all_are_right(shares):
+    elif can_be_shown(shares) and all_are_right(shares):
         yield f"To two digits, all {shares.pieces} count as often as they should."
     yield _off_by(comparison)
 

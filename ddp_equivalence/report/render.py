@@ -167,6 +167,7 @@ def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     if not is_whole and any(text.strip() for text in verdict.output.values()):
         beside.append("What the ranks printed, such as warnings, is in the whole report.")
     end: list[Item] = [
+        *(Sentences(ended(text), "Tried: ", "fix") for text in _tried(verdict)),
         *(Sentences(ended(fix), "Fix: ", "fix") for fix in fixes(verdict)),
         FirstThatFits(sure, partial(how_many_differ, verdict) if counts else None),
         Notes(beside),
@@ -202,16 +203,22 @@ def _details(verdict: Verdict) -> Iterator[str]:
 
 
 def fixes(verdict: Verdict) -> list[str]:
-    """The edit that repairs the step, if one was found; otherwise the fix of each cause; without a
-    cause, that of the place where the difference is.
+    """The fix of each cause; without a cause, that of the place where the difference is. None
+    beside an edit that repairs the step.
     """
     best, found = verdict.best, verdict.localisation.whereabouts
     if verdict.repairs.shows_the_fault:
-        return [verdict.repairs.fix]
+        return []
     if best is not None:
         return [fix for fix in dict.fromkeys(one.fix for one in (best, *best.more)) if fix]
-    fix = "" if found is None else found.fix or verdict.repairs.fix
-    return [fix] if fix else []
+    return [found.fix] if found is not None and found.fix else []
+
+
+def _tried(verdict: Verdict) -> list[str]:
+    """The edits that repair the step; none that lie far from each other beside a fix."""
+    repairs = verdict.repairs
+    is_shown = repairs.shows_the_fault or not fixes(verdict)
+    return [repairs.text] if repairs.text and is_shown else []
 
 
 # The first line of a report: the step, where it stands, what is wrong, and the cause's name.
@@ -287,6 +294,8 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
         return of_cause
     by_mark = sorted(of_cause, key=lambda one: not one.is_fault)
     if repaired[0].is_fault:
+        notes = {_place(one): one.note for one in of_cause}
+        repaired[0] = replace(repaired[0], note=notes.get(_place(repaired[0]), ""))
         edited = set(map(_place, repaired))
         others = [replace(one, is_fault=False) for one in by_mark if _place(one) not in edited]
         edited_first = [one for one in verdict.repairs.found if not one.is_broad]
@@ -322,7 +331,9 @@ def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:
         return _lines_of_wrong_step(wrong, verdict.observed)
     if best is None:
         found = verdict.localisation.whereabouts
-        return [] if found is None else list(found.lines)
+        shown = [] if found is None else list(found.lines)
+        is_marked = any(one.is_fault for one in shown)
+        return [one for one in shown if not (is_marked and one.begins_backward)]
     lines: dict[tuple[str, int], PointedLine] = {}
     for pointed in (pointed for one in (best, *best.more) for pointed in one.lines):
         place = _place(pointed)

@@ -365,7 +365,7 @@ class WrongStep:
                 "number must be made for the same examples."
             )
         if self.differs == "gradients":
-            return f"{of} wrong; until then all weights were right."
+            return f"{of} wrong{'; until then all weights were right' if self.number != 1 else ''}."
         if self.differs == "weights":
             return (
                 f"{of} right, and the weights after it are not: the optimizer, learning rate, "

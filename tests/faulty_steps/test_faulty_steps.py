@@ -155,7 +155,7 @@ def test_an_edit_of_the_faulty_line_is_found(stem: str) -> None:
     text = str(verdict)
     assert fits_on_a_screen(text)
     assert f":{first.line.number}  " in text
-    assert "  tried with" in text
+    assert f"  Tried: line {first.line.number} " in text
 
 
 def _as_held(report: str) -> str:

@@ -19,14 +19,14 @@ BUDGETS = {
     "checking": 661,
     "commands": 5_908,
     "comparison": 1_743,
-    "diagnosis": 20_318,
+    "diagnosis": 20_434,
     "faults": 2_134,
     "gate": 1_971,
     "measurement": 7_859,
     "observed_scripts": 8_064,
     "pytest_plugin": 1_609,
     "ranks": 7_056,
-    "report": 5_077,
+    "report": 5_088,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a

@@ -585,6 +585,12 @@ def _own_backwards(view: View) -> list[OwnBackward]:
     ]
 
 
+def _weighted_in_the_loss(view: View) -> Indication | None:
+    """Speaks against means that count equally, where the losses are weighted as they should be."""
+    because = "backward began at losses whose mean is the big batch's, so their weights are right"
+    return Indication(False, because) if mean_loss_is_the_big_batch_loss(view) else None
+
+
 UNEQUAL_MEANS = (
     Hypothesis(
         name="uneven_shards_weighted_equally",
@@ -595,6 +601,7 @@ UNEQUAL_MEANS = (
         headline="uneven parts count equally",
         tell_apart="Give all ranks equally many examples: only this difference then goes away.",
         held=lambda view: _mean_of_means(view) if is_mean_over_examples(view) else (),
+        indication=_weighted_in_the_loss,
         lines=_lines_of_uneven,
         mend=mend_examples,
         limits_must_catch=True,
@@ -609,6 +616,7 @@ UNEQUAL_MEANS = (
         headline="means over unequal counts weigh equally",
         tell_apart="Give all ranks equal counts: only this difference then goes away.",
         held=_of_counts,
+        indication=_weighted_in_the_loss,
         lines=_lines_of_counts,
         mend=mend_counts,
         limits_must_catch=True,

@@ -25,8 +25,11 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
+    lines_that_left_out,
 )
-from ddp_equivalence.diagnosis.lines.words import first_of, in_order, last_of
+from ddp_equivalence.diagnosis.lines.origins import lines_behind
+from ddp_equivalence.diagnosis.lines.source import run_lines
+from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CollectiveCall, Kind
@@ -91,6 +94,11 @@ def _lines_of_scale(view: View) -> Sequence[PointedLine]:
             return [scaled]
         scaling = [replace(scaled, is_fault=False)]
     missing = "scaler.unscale_(optimizer)" if by_scaler else "a division by it"
+    of_losses = common_loss_factor(view)
+    if not scale and of_losses and (others := calls.multiplied_by(1 / of_losses)):
+        decided = lines_that_left_out(view, others[-1])
+        note = f"unscales {counted(len(others[-1].names), 'gradient')}"
+        return in_order(view, *scaling, *decided, others[-1].pointed(note, is_fault=not decided))
     unscaled = calls.places(Kind.UNSCALE)
     note = "leaves scaled gradients" + ("" if unscaled else "; nothing unscales them")
     backward = last_of(calls.backwards, note, True, missing)
@@ -158,7 +166,9 @@ def _lines_of_own_scales(view: View) -> Sequence[PointedLine]:
     if not shown and not changed:
         return in_order(view, line_of_reduction(view, is_fault=True))
     reduced = None if begun else line_of_reduction(view)
-    return in_order(view, *shown, reduced, *last_of(changed, note, is_fault=not shown))
+    read_at = [place.line for place in changed[-1:] if place.line] or [one.line for one in shown]
+    made = [one for at in read_at for one in lines_behind(run_lines(view), at, 1)]
+    return in_order(view, *made, *shown, reduced, *last_of(changed, note, is_fault=not shown))
 
 
 def _unlike(places: Sequence[CallSite], number: Callable[[Call], float | None]) -> list[CallSite]:
@@ -291,7 +301,6 @@ NOT_UNSCALED = Hypothesis(
     lines=_lines_of_scale,
     mend="divide the gradients once by what the loss was multiplied by (scaler.unscale_), or leave "
     "this factor out.",
-    of_a_number=True,
 )
 
 OWN_SCALES = Hypothesis(

@@ -402,7 +402,7 @@ def _lines_of_others(view: View) -> Sequence[PointedLine]:
         decided = lines_that_left_out(view, last)
         note = f"reduces {counted(len(last.names), 'gradient')}, not that of {_left_out(view)}"
         shown = decided[:1] if kept_out else decided
-        return [*kept_out[:1], *shown, last.pointed(note, is_fault=True)]
+        return [*kept_out[:1], *shown, last.pointed(note)]
     unreached = [] if calls.reductions or kept_out else lines_that_keep_from_reducing(view)
     note = f"DDP did not reduce {_left_out(view)}"
     wrapped = last_of(calls.places(Kind.WRAP), note, is_fault=not kept_out)

@@ -397,8 +397,10 @@ def _only_own_methods_talk(view: View) -> bool:
         for one in seen.own_backwards
     }
     inside = view.observed.calls.places(Kind.COLLECTIVE, where=lambda call: call.in_backward)
-    lines = [place.line for place in inside if place.line is not None]
-    return bool(lines) and all((one.file, one.function) in own for one in lines)
+    ways = [(call.at, *call.callers) for place in inside for call in place.calls if call.at]
+    return bool(ways) and all(
+        any(one is not None and (one.file, one.function) in own for one in way) for way in ways
+    )
 
 
 def _collectives_ran_inside_backward(view: View) -> bool | None:

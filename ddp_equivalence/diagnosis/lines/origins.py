@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -472,26 +473,19 @@ DEEPEST = 2
 """How many lines are followed, one behind the other."""
 
 
-def lines_behind(
-    run: RunLines, line: CodeLine, most: int, *, only_attributes: bool = False
-) -> list[PointedLine]:
-    """At most so many lines that have run and set what this line reads, the nearest first.
-
-    ``only_attributes``: leave out variables of the same function, which a reader sees anyway.
-    """
+def lines_behind(run: RunLines, line: CodeLine, most: int) -> list[PointedLine]:
+    """At most so many lines that have run and set what this line reads, the nearest first."""
     found: dict[CodeLine, PointedLine] = {}
     level = [line]
     for _ in range(DEEPEST):
-        behind = []
+        before: list[CodeLine] = []
         for reader in level:
-            for verb, name, setter in _setters(run, reader, only_attributes):
-                behind.append((setter, f"{verb} {name}, which line {reader.number} reads"))
-                for returning in lines_that_return(run, setter) if verb == "sets" else ():
-                    behind.append((returning, f"its result goes to line {setter.number}"))
-        for setter, note in behind:
-            if setter != line:
-                found.setdefault(setter, PointedLine(setter, note))
-        level = [setter for setter, _ in behind]
+            for verb, name, setter in _setters(run, reader):
+                note = f"{verb} {name}, which line {reader.number} reads"
+                if setter != line:
+                    found.setdefault(setter, PointedLine(setter, note))
+                before += [setter, *(lines_that_return(run, setter) if verb == "sets" else ())]
+        level = before
     # A constant is the same on all ranks, so what else is read tells more.
     return sorted(found.values(), key=lambda one: sets_constant(one.line))[:most]
 
@@ -507,9 +501,7 @@ def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
     return [one.line for call in calls for one in origins.of_call(call)]
 
 
-def _setters(
-    run: RunLines, line: CodeLine, only_attributes: bool
-) -> Iterator[tuple[str, str, CodeLine]]:
+def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, str, CodeLine]]:
     """What a line reads, and which line "sets" it, or "passes" it to the function: attributes
     first, since they are set far away.
     """
@@ -517,46 +509,36 @@ def _setters(
     if place is None:
         return
     nodes = list(_in_head(place.statement))
+    called = {id(one.func) for one in nodes if isinstance(one, ast.Call)}
+    owners = {id(one.value) for one in nodes if id(one) not in called and _gives_no_values(one)}
     if line.number > place.statement.lineno:  # of a statement of several lines
         begin = (one for one in nodes if getattr(one, "lineno", 0) == line.number)
         nodes = [node for one in begin for node in ast.walk(one)] or nodes
     read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
+    read = [one for one in read if id(one) not in owners]
     for node in read:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             given = origins.of(Origin(place, node))
-            given = [one for one in given if not one.fills and not _wraps(one)]
+            given = [one for one in given if not one.fills and not _gives_nothing(one)]
             one = _in_force(run, line, node, given)
-            if one is not None and not (only_attributes and _tells_little(run, one, place)):
-                yield _far_away(origins, node.attr, one)
-    for node in [] if only_attributes else read:
+            far = None if one is None else _far_away(origins, node.attr, one)
+            if far is not None and (far[0] == "sets" or id(node) not in called):
+                yield far
+    for node in read:
         if isinstance(node, ast.Name):
-            given = [one for one in origins.of(Origin(place, node)) if not _wraps(one)]
+            given = [one for one in origins.of(Origin(place, node)) if not _gives_nothing(one)]
             own = [one for one in given if one.place.function is place.function]
+            passed = given if len(given) == 1 and not own and id(node) not in called else []
             before = [one for one in own if one.line.number < line.number and not _seeds(one)]
             last = max(before, key=lambda one: one.line.number, default=None)
             if last is not None and not _is_leaf(last):
                 yield "adds to" if last.fills else "sets", node.id, last.line
-            elif (
-                last is None and len(given) == 1 and not own and given[0].place.function is not None
-            ):
-                yield "passes", node.id, given[0].line
+            elif last is None and passed and passed[0].place.function is not None:
+                yield "passes", node.id, passed[0].line
 
 
 def _classes(run: RunLines) -> set[str]:
     return {one.name for file in run.files for one in classes_in(file)}
-
-
-def _tells_little(run: RunLines, one: Origin, reader: SourceLine) -> bool:
-    """True for what only makes an object of a user's class, a group or container, takes a leaf out
-    of a batch, is the rank or the world size, or changes what the function has already.
-    """
-    made = one.expression
-    if isinstance(one.place.statement, ast.AugAssign) and one.place.function is reader.function:
-        return True
-    if isinstance(made, ast.Call):
-        return called_name(made) in {*_classes(run), "get_rank", "get_world_size", "new_group"}
-    is_rank = ast.unparse(made).rpartition(".")[2] in ("rank", "world_size")
-    return is_rank or isinstance(made, (ast.List, ast.Dict, ast.Set, ast.Tuple)) or _is_leaf(one)
 
 
 def _is_leaf(one: Origin) -> bool:
@@ -598,10 +580,30 @@ def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, Cod
     return "sets", name, given.line
 
 
-def _wraps(one: Origin) -> bool:
-    """True for a wrapper of the model, which gives what the model gives."""
-    value = one.expression
-    return isinstance(value, ast.Call) and called_name(value).endswith(("DataParallel", "DDP"))
+OF_NO_VALUES = frozenset({"grad", "data", "shape"})
+"""Attributes of a tensor that are not made of its values by an operation."""
+
+
+def _gives_no_values(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """True for an attribute that is not made of the values of what has it, such as of a config."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    return node.attr in OF_NO_VALUES or not hasattr(Tensor, node.attr)
+
+
+def _gives_nothing(one: Origin) -> bool:
+    """True for a wrapper of the model, the parameters of a module, zeros, and what is empty."""
+    made = one.expression
+    while isinstance(made, ast.Call) and called_name(made) in ("list", "tuple", "iter"):
+        made = made.args[0] if made.args else ast.List([])
+    if isinstance(made, ast.ListComp):
+        made = made.elt
+    if isinstance(made, ast.Call):
+        name = called_name(made)
+        return name.endswith(("DataParallel", "DDP")) or name in OF_A_MODULE or "zeros" in name
+    if isinstance(made, ast.Constant):
+        return not made.value
+    return not getattr(made, "elts", getattr(made, "keys", True))
 
 
 def _seeds(one: Origin) -> bool:
@@ -609,20 +611,21 @@ def _seeds(one: Origin) -> bool:
 
 
 def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
-    """The line that set an attribute which a condition compares, before it was counted up or down;
-    [] if it was set to several things.
+    """The line that set an attribute which a condition compares, rather one that is not counted up
+    or down; [] if it was set to several things.
     """
+    found: list[tuple[bool, PointedLine]] = []
     for node in ast.walk(test) if isinstance(test, ast.Compare) else ():
         if isinstance(node, ast.Attribute):
-            given = Origins(run).of_attribute(node.attr)
-            given = [one for one in given if not isinstance(one.place.statement, ast.AugAssign)]
+            every = Origins(run).of_attribute(node.attr)
+            given = [one for one in every if not isinstance(one.place.statement, ast.AugAssign)]
             if len({ast.unparse(one.expression) for one in given}) == 1:
                 made = set_at(run, given[0])
                 note = f"sets {node.attr}, which line {at.number} compares"
                 if made.name not in ("", node.attr):
                     note = f"sets {made.name}, of which {node.attr} is made"
-                return [PointedLine(made.line, note)]
-    return []
+                found.append((len(given) < len(every), PointedLine(made.line, note)))
+    return [line for _, line in sorted(found, key=lambda one: one[0])][:1]
 
 
 SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -19,7 +18,7 @@ from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.repairs.edits import Edit, edits_of
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
-from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.diagnosis.view import expected_of, lines_of_the_big_batch
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.edited_code import (
@@ -199,19 +198,6 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=RELATIVE * largest)
 
 
-def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
-    """File -> the lines of the user's code that compute the gradients of the big batch.
-
-    They are not known if somebody else traces this thread, such as a debugger.
-    """
-    if sys.gettrace() is not None:
-        return {}
-    seen = LocalsSeen()
-    with without_planted_faults(), seen.watching():
-        big_batch(request.case, request.compare, request.training, request.steps)
-    return seen.lines
-
-
 def _repairs_of(edits: Iterable[Edit]) -> tuple[Repair, ...]:
     """The first edit of each line, as a report shows it."""
     first: dict[CodeLine, Repair] = {}
@@ -229,9 +215,6 @@ LONGEST = 60
 
 BESIDE = 40
 """So many characters are shown on each side of it."""
-
-MOST_NUMBERS = 3
-"""So many of the lines that were edited are named in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -272,30 +255,36 @@ class Repairs:
 
     @property
     def shows_the_fault(self) -> bool:
-        """True if an edit was found that is not broad."""
-        return bool(self.found) and not self.found[0].is_broad
+        """True if edits that are not broad were found, and only beside one line."""
+        lines = [one.line for one in self.found if not one.is_broad]
+        first = next(iter(lines), None)
+        return first is not None and all(
+            one.file == first.file and abs(one.number - first.number) <= NEAR for one in lines
+        )
 
     @property
-    def fix(self) -> str:
-        """Which edit repairs the step, and how many were tried; "" if none was found."""
-        if not self.found:
+    def text(self) -> str:
+        """The most likely edits that repair the step, and how many do; "" if there are none, or if
+        they may only leave out what is wrong elsewhere.
+        """
+        if not self.found or self.found[0].is_broad:
             return ""
-        first = self.found[0]
-        if first.is_broad:
-            what = f"line {first.line.number} {first.text} is right"
-            return f"{what}, but this may only leave out what is wrong elsewhere"
-        numbers = [str(one.line.number) for one in self.found if not one.is_broad]
-        lines = " or ".join(numbers[:MOST_NUMBERS])
-        change = f"make the change of line {lines} that was tried, or one like it"
+        first, *others = self.found
+        others = [] if self.shows_the_fault else [one for one in others if not one.is_broad][:1]
+        edits = ", or ".join(f"line {one.line.number} {one.text}" for one in (first, *others))
+        right = f"{edits}: all gradients are right"
         # Some of the others hung, or were given up: of them it is not known.
-        return f"{change}; {self.right} of {self.tried} changes tried repaired it"
+        return f"{right}. Of {self.tried} changes tried, {self.right} repaired the step"
 
 
 def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
-    """The lines that were edited, for a report; the first is the most likely one."""
+    """The lines that were edited, for a report; the first is the most likely one, and is marked if
+    no edit far away repairs the step as well.
+    """
     for number, one in enumerate(repairs.found):
-        note = f"tried {one.text}: all gradients are right"
-        yield PointedLine(one.line, note, is_fault=number == 0 and not one.is_broad)
+        is_fault = number == 0 and repairs.shows_the_fault
+        note = "" if is_fault else f"tried {one.text}: all gradients are right"
+        yield PointedLine(one.line, note, is_fault)
 
 
 def _alike(*texts: str) -> int:

@@ -35,13 +35,11 @@ MOST_CUTS = 3
 
 @dataclass(frozen=True)
 class Cut:
-    """``ended``: was given something that has a gradient, and what it returned has none. ``used``:
-    the operation on the way to a loss that goes on with this. ``value``: what it goes on with.
-    ``is_leaf``: it was made to require a gradient of its own.
+    """``ended``: was given something that has a gradient, and what it returned has none. ``value``:
+    with what the way to a loss goes on. ``is_leaf``: it was made to require a gradient of its own.
     """
 
     ended: Operation
-    used: Operation
     value: Value | None
     is_leaf: bool = False
 
@@ -80,7 +78,7 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
         used = operations[number]
         for by in used.numbers:
             if by in read and read[by] < number and abs(by) not in (0.0, 1.0):
-                yield read[by], Cut(operations[read[by]], used, None)
+                yield read[by], Cut(operations[read[by]], None)
         for value, writer, required, leaf in zip(
             used.given, used.writers, used.required, used.leaves, strict=True
         ):
@@ -88,7 +86,7 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
             is_recorded = writer is not None and operations[writer].differentiable
             if used.recorded and not required and value in made and not is_recorded:
                 copy = operations[made[value]] if writer is None else operations[writer]
-                yield made[value], Cut(copy, used, held)  # Python or numpy has made it again
+                yield made[value], Cut(copy, held)  # Python or numpy has made it again
                 continue
             if writer is None or operations[writer].in_backward:
                 continue
@@ -96,12 +94,12 @@ def _cuts(run: Operations) -> Iterator[tuple[int, Cut]]:
             is_floating = held is None or held.is_floating_point
             if required and leaf:
                 if _has_inner(ended):
-                    yield writer, Cut(ended, used, held, is_leaf=True)
+                    yield writer, Cut(ended, held, is_leaf=True)
             elif not used.recorded:  # inside a function with a backward of its own
                 if required or not ended.recorded:
                     open_ones.append(writer)
             elif not required and ended.differentiable and is_floating:
-                yield writer, Cut(ended, used, held)
+                yield writer, Cut(ended, held)
             else:
                 open_ones.append(writer)
 
@@ -157,14 +155,11 @@ def cut_text(cut: Cut) -> str:
 
 
 def lines_of_cuts(cuts: Sequence[Cut]) -> list[PointedLine]:
-    """The lines at which gradients end, and those that go on from there towards the loss."""
+    """The lines at which gradients end."""
     lines: list[PointedLine] = []
     for cut in sorted(cuts, key=lambda one: one.is_leaf)[:MOST_CUTS]:
         if cut.ended.line is not None:
             lines.append(PointedLine(cut.ended.line, cut_text(cut), is_fault=True))
-        if cut.used.line not in (None, cut.ended.line):
-            note = "goes on with it, towards the loss"
-            lines.append(PointedLine(cut.used.line, note))
     return lines
 
 

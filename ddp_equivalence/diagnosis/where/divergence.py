@@ -12,10 +12,11 @@ import torch
 
 from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
-from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.view import View, lines_of_the_big_batch
 from ddp_equivalence.diagnosis.where.cuts import (
     Cut,
     at_collectives,
+    called,
     independent_of_the_loss,
     only_of_ranks,
 )
@@ -85,7 +86,8 @@ class BesideOneRank:
     began; None if it is not known.
     ``is_left_by_backward``: what it leaves is what backward has computed. ``ignoring``: the
     parameters whose gradients do not depend on how the loss is scaled, on one rank or on others.
-    ``unread``: the examples that no rank reads.
+    ``unread``: the examples that no rank reads. ``lines_of_case``: file -> the lines that compute
+    the big batch as well.
     """
 
     is_right_alone: bool | None
@@ -100,11 +102,22 @@ class BesideOneRank:
     is_left_by_backward: bool = False
     ignoring: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()
+    lines_of_case: Mapping[str, set[int]] = field(default_factory=dict)
+
+    def is_right(self, line: CodeLine) -> bool:
+        """True for a line of the case's own: it computes the big batch, which is right."""
+        return line.number in self.lines_of_case.get(line.file, ())
 
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     """Run the step on one rank as well; None if this shows nothing."""
-    return unless_it_fails(lambda: _beside_one_rank(view, request), lambda why: None)
+    found = unless_it_fails(lambda: _beside_one_rank(view, request), lambda why: None)
+    if found is not None and request.compare == "update" and not found.is_right_alone:
+        found = replace(found, is_right_alone=None)  # it may have clipped or cleared what it left
+    if found is None or not (found.divergences or found.loss.unlike):
+        return found
+    of_case = unless_it_fails(lambda: lines_of_the_big_batch(request), lambda why: {})
+    return replace(found, lines_of_case=of_case)
 
 
 def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
@@ -303,10 +316,10 @@ class Divergence:
     one rank has there, and its result is not.
 
     ``operation``: as it ran on one rank. ``by_rank``, ``alone``: its result; empty and None if only
-    the ranks run it. ``is_certain``: the result made a gradient wrong. ``parts_of_sums``: the lines
-    that made what it was given, where this is only a part of a sum, or a multiple. ``is_first``: it
-    ran before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one
-    rank has, where the other values that it meets are of those parts. ``joined``: a rank, and two
+    the ranks run it. ``is_certain``: the result made a gradient wrong. ``multiples``: the lines
+    that made multiples of what one rank has, of which it makes its result. ``is_first``: it ran
+    before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one rank
+    has, where the other values that it meets are of those parts. ``joined``: a rank, and two
     examples whose rows it joins there; None if it joins rows of the same examples. ``apart``: a
     rank, an element of its result, and what one rank has at this place, if ranks have parts.
     ``runs``: how often its line runs it on each rank, and last on one rank, if that tells.
@@ -316,7 +329,7 @@ class Divergence:
     by_rank: tuple[Value, ...]
     alone: Value | None
     is_certain: bool
-    parts_of_sums: Mapping[CodeLine, str] = field(default_factory=dict)
+    multiples: tuple[CodeLine, ...] = ()
     is_first: bool = False
     taken: Selection | None = None
     elsewhere: Selection | None = None
@@ -336,6 +349,37 @@ def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Diverge
     wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
     if not wrong:
         return ()
+    found = _divergences(logs, wrong, rows)
+    numbers = (logs.number_of(one.operation) for one in found if one.is_certain and one.alone)
+    means = [n for n in numbers if n is not None and _is_a_mean_that_is_read(logs, n)]
+    if not means:
+        return found
+    weighted = _divergences(logs.without(means), wrong, rows)
+    is_made = any(one.is_certain and not one.operation.in_backward for one in weighted)
+    return weighted if is_made else found
+
+
+def makes_a_mean(operation: Operation) -> bool:
+    """True for an operation that may make a mean of rows."""
+    return operation.name in ("mean", "div") or called(operation).endswith("_loss")
+
+
+def _is_a_mean_that_is_read(logs: TwoLogs, number: int) -> bool:
+    """True for a mean of rows of which the loss is made. A rank has another one over its own rows,
+    which is right if it is weighted there.
+    """
+    operation, alone = logs.alone.operations[number], logs.alone
+    if not makes_a_mean(operation) or operation.in_backward or not operation.differentiable:
+        return False
+    returned = [alone.values[one] for one in operation.returned[:1] if one is not None]
+    readers = (alone.operations[one] for one in logs.readers(number))
+    is_read = any(one.differentiable and not one.in_backward for one in readers)
+    return is_read and all(one.tensor.numel() == 1 for one in returned)
+
+
+def _divergences(
+    logs: TwoLogs, wrong: Sequence[str], rows: Callable[[], Rows]
+) -> tuple[Divergence, ...]:
     search = _Search(logs, rows)
     leading, only_ranks = search.leading_to(wrong)
     certain = sorted({*leading, *search.differentiated()})
@@ -465,7 +509,7 @@ class _Search:
             by_rank,
             alone,
             is_certain,
-            parts_of_sums=dict(self._lines_of_parts(number, operation.line)),
+            multiples=tuple(dict.fromkeys(self._multiples(number, operation.line))),
             is_first=number < next(backward, 0),
             taken=taken,
             elsewhere=elsewhere,
@@ -485,26 +529,17 @@ class _Search:
                 return rank, *found
         return None
 
-    def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[tuple[CodeLine, str]]:
-        """The other lines that made parts of sums ("sum"), or multiples ("scaled"), of which this
-        makes its result.
-        """
+    def _multiples(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
+        """The other lines that made multiples, of which this one makes its result."""
         for given, writer in self._logs.given(number):
             if given not in ("sum", "scaled") or writer is None:
                 continue
-            if writer.line != line and writer.line is not None:
-                if not self._is_wrong_at_times(writer):
-                    yield writer.line, given
+            if writer.line != line and writer.line is not None and given == "scaled":
+                yield writer.line
             elif writer.line == line:
                 before = self._logs.number_of(writer)
                 if before is not None and before < number:
-                    yield from self._lines_of_parts(before, line)
-
-    def _is_wrong_at_times(self, operation: Operation) -> bool:
-        """True if it has another result than on one rank when its line runs again."""
-        alike = (operation.line, operation.name)
-        each = (n for n, one in enumerate(self._operations) if (one.line, one.name) == alike)
-        return any(self._logs.result(number) == "other" for number in each)
+                    yield from self._multiples(before, line)
 
     def _diverges(self, number: int) -> bool:
         """True if the result is another one, and nothing is that the operation was given.

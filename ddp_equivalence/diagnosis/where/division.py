@@ -188,7 +188,7 @@ def _other_divisor(
         headline,
         f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows{times}, and "
         f"{reduced}.",
-        distinct([*of_rows, *lines_of_the_loss(call, note, not of_rows)]),
+        distinct(of_rows or lines_of_the_loss(call, note, True)),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
         fix="" if not unit else "divide each summed loss by the count of the whole batch.",

@@ -74,18 +74,19 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
 def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
     """A wrong gradient shows in the loss, and is made by the lines behind this."""
     faults = [one for one in found.lines if one.is_fault]
-    if not found.shows_later or not faults:
+    if not found.shows_later or not found.lines:
         return found
+    shown = faults[-1] if faults else found.lines[0]
     rank = found.ranks[0] if found.ranks else 0
     run = run_lines(view, rank)
-    behind = lines_behind(run, faults[-1].line, MOST_BEHIND)
+    behind = lines_behind(run, shown.line, MOST_BEHIND)
     others = [one for one in found.lines if not one.is_fault]
     # The model is that of the case, so a line that only calls it is the least likely to be wrong.
     calls_model = {line_of(one) for one in view.observed.calls.of(rank) if one.kind is Kind.FORWARD}
     behind.sort(
         key=lambda one: not calls_model.isdisjoint((one.line, *lines_that_return(run, one.line)))
     )
-    begins = [one for one in others if one.begins_backward]
+    begins = [] if faults else [one for one in others if one.begins_backward]
     seen = [*faults, *(one for one in others if not one.begins_backward)]
     return replace(found, lines=distinct([*seen, *behind[:MOST_LINES], *begins]))
 
@@ -128,9 +129,7 @@ def _find(pieces: Pieces) -> Whereabouts:
     own, reduction = _own(pieces), _reduction(pieces, None)
     if reduction is None or own is None:
         return reduction or own or not_seen("too little of the step was recorded")
-    if own.kind == "big batch":
-        return reduction
-    return replace(own, sentence=f"{own.sentence} Beside this: {reduction.sentence}")
+    return reduction if own.kind == "big batch" else own
 
 
 def _reduction(pieces: Pieces, weight: float | None) -> Whereabouts | None:

@@ -399,7 +399,7 @@ def lines_of_the_loss(
         return []
     made, line = at(backward.made_at, note, is_fault), line_of(backward)
     if of_backward:
-        return [made, at(line, of_backward, made is None)]
+        return [made, at(line, of_backward, is_fault and made is None)]
     return [made, None if line is None else backward_begins(line)]
 
 

@@ -20,10 +20,10 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.cuts import Cut, called, cut_text, lines_of_cuts
-from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence
+from ddp_equivalence.diagnosis.where.divergence import BesideOneRank, Divergence, makes_a_mean
 from ddp_equivalence.diagnosis.where.gradient_path import backward_begins
 from ddp_equivalence.diagnosis.where.loss import Scaling
-from ddp_equivalence.diagnosis.where.own_gradient import line_of_backward, own_backwards
+from ddp_equivalence.diagnosis.where.own_gradient import lines_of_backwards, own_backwards
 from ddp_equivalence.diagnosis.where.pieces import same_loss
 from ddp_equivalence.diagnosis.where.step_and_loss import NUMBERS, Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
@@ -52,11 +52,10 @@ ONLY_RANKS_RUN = (
 
 ROUNDING = 1e-6
 
-PARTS = {
-    "sum": "the ranks together have here what one rank has",
-    "scaled": "a multiple of the value on one rank here",
-}
-"""What a line makes of which a wrong result is made."""
+OTHER_GRADIENTS = "backward gives other gradients than on one rank"
+OTHER_IN_BACKWARD = "backward gives other gradients than the loss of the case"
+
+MULTIPLE = "a multiple of the value on one rank here"
 
 
 def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[PointedLine] | None:
@@ -102,21 +101,24 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         unlike = tuple(one for one in changed if one.line not in marked)
     if not unlike and found.kind == "not seen" and beside.loss.begins_right:
         return _with_own_backwards(found, view)
-    return with_unlike_loss(found, unlike, view, beside.is_right_alone, knows_numbers=numbers)
+    return with_unlike_loss(found, unlike, view, beside, knows_numbers=numbers)
 
 
 def _with_own_backwards(found: Whereabouts, view: View) -> Whereabouts:
     """The backward methods of the user's own, where the losses are right and gradients are not."""
-    backward = next((one.first for one in view.observed.calls.backwards), None)
-    own = map(line_of_backward, own_backwards(view.observed.by_rank[0], backward))
     begins = [backward_begins(one.line) for one in view.observed.calls.backwards[:1]]
     return replace(
         found,
         kind="own gradient",
         headline="the losses are right, and the gradients are not",
         sentence="",
-        lines=first_of_each_line([*own, *begins]),
+        lines=first_of_each_line([*_lines_of_own_backwards(view), *begins]),
     )
+
+
+def _lines_of_own_backwards(view: View) -> list[PointedLine]:
+    backward = next((one.first for one in view.observed.calls.backwards), None)
+    return lines_of_backwards(own_backwards(view.observed.by_rank[0], backward))
 
 
 def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
@@ -126,16 +128,16 @@ def ignores_the_loss(beside: BesideOneRank, view: View) -> bool:
 
 
 def _with_ignored_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    backward = next((one.first for one in view.observed.calls.backwards), None)
-    own = map(line_of_backward, own_backwards(view.observed.by_rank[0], backward))
+    own = _lines_of_own_backwards(view)
     names = names_text(beside.ignoring)
+    others = [replace(one, is_fault=False) for one in found.lines if not one.begins_backward]
     return replace(
         found,
         kind="own gradient",
         headline="gradients do not depend on how the loss is scaled",
         sentence=f"A backward method drops the gradient that it is given, which is not 1, so the "
         f"gradients of {names} are made without it. {found.sentence}",
-        lines=first_of_each_line([*own, *(replace(one, is_fault=False) for one in found.lines)]),
+        lines=first_of_each_line([*own, *others]),
         fix="multiply what the backward method returns by the gradient that it is given.",
         is_right_alone=beside.is_right_alone,
         marks="",
@@ -188,7 +190,7 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
         return wrong_loss(found, beside, view)
     if _is_only_backward(beside):
         return _with_backward(found, beside, view)
-    pointed = lines_of_divergences(beside.divergences, view)
+    pointed = lines_of_divergences(beside, view)
     if not pointed:
         return replace(found, is_right_alone=beside.is_right_alone)
     found = _with_lines(found, beside, pointed, view)
@@ -275,10 +277,11 @@ def _before_reduction(divergence: Divergence) -> bool:
     return divergence.operation.in_backward or divergence.operation.differentiable
 
 
-def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[PointedLine, ...]:
+def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine, ...]:
     """The lines of the divergences. Those inside backward passes follow from others, if there are
     any, and have no line but that of the call of backward.
     """
+    found = beside.divergences
     certain = [one for one in found if one.is_certain]
     outside = [one for one in certain if not one.operation.in_backward]
     uncertain = [one for one in found if not one.is_certain]
@@ -289,14 +292,20 @@ def lines_of_divergences(found: Sequence[Divergence], view: View) -> tuple[Point
     most = 1 if first and first[0].operation.name in NUMBERS else MOST_DIVERGENCES
     for one in (*first[:most], *uncertain):
         if one.operation.line is not None:
-            note = _note_of_divergence(one, view.world_size)
-            lines.append(PointedLine(one.operation.line, note, one.is_certain))
-        lines += [
-            PointedLine(line, PARTS[made])
-            for line, made in one.parts_of_sums.items()
-            if line not in backwards
-        ]
+            is_call = one.operation.in_backward and one.operation.line in backwards
+            tells_nothing = is_call and one.joined is None and one.alone is not None
+            note = OTHER_GRADIENTS if tells_nothing else _note_of_divergence(one, view.world_size)
+            is_right = is_call or _is_a_mean(one) or beside.is_right(one.operation.line)
+            is_fault = one.is_certain and not is_right
+            lines.append(PointedLine(one.operation.line, note, is_fault))
+        lines += [PointedLine(line, MULTIPLE) for line in one.multiples if line not in backwards]
     return first_of_each_line(lines)
+
+
+def _is_a_mean(divergence: Divergence) -> bool:
+    """True for a mean of rows, which over fewer rows may be right, if it is weighted later."""
+    operation, alone = divergence.operation, divergence.alone
+    return alone is not None and alone.tensor.numel() == 1 and makes_a_mean(operation)
 
 
 def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
@@ -366,7 +375,7 @@ def with_unlike_loss(
     found: Whereabouts,
     unlike: Sequence[Unlike],
     view: View,
-    is_right_alone: bool | None,
+    beside: BesideOneRank,
     *,
     knows_numbers: bool,
 ) -> Whereabouts:
@@ -378,12 +387,13 @@ def with_unlike_loss(
     if found.kind == "big batch" or not unlike:
         return found
     backwards = {one.line for one in view.observed.calls.backwards}
-    elsewhere = any(one.line not in backwards for one in unlike)
-    elsewhere |= any(one.is_fault and one.line not in backwards for one in found.lines)
+    unlike = sorted(unlike, key=lambda one: not one.joined and beside.is_right(one.line))
+    calls = [one.operation.in_backward and one.line in backwards for one in unlike]
     first = [
-        PointedLine(one.line, _note_of_value(one), not elsewhere or one.line not in backwards)
-        for one in unlike
+        PointedLine(one.line, _note_of_value(one, is_call), not is_call)
+        for one, is_call in zip(unlike, calls, strict=True)
     ]
+    first = [replace(one, is_fault=False) if beside.is_right(one.line) else one for one in first]
     behind = [
         PointedLine(line, f"goes into what line {one.line.number} computes")
         for one in unlike
@@ -399,29 +409,36 @@ def with_unlike_loss(
     else:
         others = [replace(one, is_fault=False) for one in found.lines]
         nearest = [] if knows_numbers else behind[:1]
-        ordered = [*first, *nearest, *others, *behind]
+        own = _lines_of_own_backwards(view) if all(calls) else []
+        ordered = [*own, *first, *nearest, *others, *behind]
     if found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later):
         what = "computes what the loss of the case does not"
         if joining is not None:
             what = "joins different examples"
         elif unlike[0].operation.in_backward:
             what = "makes other gradients than the loss of the case"
-        headline = f"line {unlike[0].line.number} {what}"
+        headline = f"line {first[0].line.number} {what}"
+        if beside.is_right(first[0].line) and joining is None:
+            headline = "the loss is given other values than in the big batch"
         sentence = found.sentence if found.what == "loss of rows" else ""
         found = replace(found, kind="own gradient", headline=headline, sentence=sentence)
     return replace(
         found,
         lines=first_of_each_line(ordered),
-        is_right_alone=None if view.world_size == 1 else is_right_alone,
-        marks=LOOK_FIRST,
+        is_right_alone=None if view.world_size == 1 else beside.is_right_alone,
+        marks=LOOK_FIRST if any(one.is_fault for one in ordered) else "",
     )
 
 
-def _note_of_value(one: Unlike) -> str:
-    """Says what the operation returned, and what that of the loss of the case returns instead."""
+def _note_of_value(one: Unlike, is_call: bool) -> str:
+    """Says what the operation returned, and what that of the loss of the case returns instead; of
+    the call of backward only that it does.
+    """
     name, here = called(one.operation), one.value.tensor
     if one.joined is not None:
         return "{} joins the row of example {} with that of example {}".format(name, *one.joined)
+    if is_call:
+        return OTHER_IN_BACKWARD
     if one.in_loss is None:
         if here.numel() == 1:
             number = text_of(float(here), ".5g")
@@ -469,7 +486,7 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
     loss = line_of_loss(view, "the loss that backward begins at", is_open)
     run = run_lines(view, 0)
     lines = [
-        *([loss] if loss is not None else []),
+        *([loss] if loss is not None and is_open else []),
         *numbers,
         *(_lines_of_divisor(run, loss.line) if loss is not None else []),
         *(lines_behind(run, loss.line, MOST_LINES) if loss is not None and is_open else []),
@@ -497,7 +514,7 @@ def _lines_of_scalings(scalings: Sequence[Scaling], factor: float) -> Iterator[P
     wrong = the_wrong_count(scalings, factor)
     for one in sorted(made, key=lambda one: not one.explains(factor)):
         how = "divides" if one.divides else "multiplies"
-        note = f"makes {text_of(one.number, '.6g')}; line {one.line.number} {how} by it"
+        note = f"makes {text_of(one.number, '.6g')} on one rank; line {one.line.number} {how} by it"
         for line in one.made_at:
             is_fault = one is wrong and line == one.made_at[0]
             yield PointedLine(line, note, is_fault)

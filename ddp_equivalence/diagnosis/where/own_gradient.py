@@ -25,6 +25,7 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_RANKS,
     Whereabouts,
     distinct,
+    not_seen,
     ranked,
 )
 from ddp_equivalence.measurement.calls import Call, Kind
@@ -152,10 +153,7 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         number, of_all = _apart(together, right)
         of_big_batch = f"the big batch's {of_all}"
         headline = f"{times}the {unit} {what} loss is {number}, {of_big_batch}"
-        sentence = (
-            f"The {unit} losses are {every}; {times}their {'mean' if is_mean else 'sum'} is "
-            f"{number}, {of_big_batch}. "
-        )
+        sentence = f"The {unit} losses are {every}. "
     is_wrong = bool(other) and not abs(together - right) <= size
     note = f"{text_of(one.piece.loss or 0.0, '.5g')} on rank {one.piece.rank}"
     return Judged(headline, sentence, note, is_wrong, of_all=True)
@@ -204,7 +202,7 @@ def fault_of_own_gradient(
     if judged.is_wrong and call is not None and call.made_at is None:
         of_backward = f"backward begins here: {judged.note}"
     note = f"the loss: {judged.note}" if judged.is_wrong else "the loss"
-    of_loss = lines_of_the_loss(call, note, judged.is_wrong, of_backward)
+    of_loss = lines_of_the_loss(call, note, False, of_backward)
     shown = [*only_there, *changed, *lines]
     marked = [line for line in shown if line and line.is_fault]
     is_of_rows = not judged.of_all and judged.is_wrong and not _not_called(pieces, wrong, names)
@@ -214,7 +212,7 @@ def fault_of_own_gradient(
         headline=headline,
         sentence=f"{'' if is_of_rows else judged.sentence}{sentence}{whole}".rstrip(),
         what="loss of rows" if is_of_rows else "something else",
-        lines=distinct([*shown, *(of_loss if judged.is_wrong or not marked else [])]),
+        lines=distinct([*shown, *(of_loss if judged.is_wrong or not shown else [])]),
         parameters=names,
         ranks=ranks,
     )
@@ -237,7 +235,7 @@ def _from_where(
     lines = backward_lines(pieces, one.piece)
     ran = own_backwards(pieces.view.observed.by_rank[one.piece.rank], one.piece.call)
     if ran and ran[0].withheld:
-        what = f"Line {ran[0].line.number} {line_of_backward(ran[0]).note}. "
+        what = f"Line {ran[0].line.number} {_what_it_returns(ran[0])}. "
         return f"{about}: a backward method returns no gradient", what, lines
     others = set(pieces.view.parameters.names) - set(names)
     is_all = set(names) == pieces.view.measured.differing
@@ -352,7 +350,7 @@ def backward_lines(pieces: Pieces, piece: Piece) -> list[PointedLine | None]:
     hooks = pieces.view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK)
     last = [one.pointed("a hook on the way back", True) for one in hooks[-1:]]
     seen = pieces.view.observed.by_rank[piece.rank]
-    return [*map(line_of_backward, own_backwards(seen, piece.call)), *last]
+    return [*lines_of_backwards(own_backwards(seen, piece.call)), *last]
 
 
 def own_backwards(seen: Observation, backward: Call | None) -> list[OwnBackward]:
@@ -364,12 +362,20 @@ def own_backwards(seen: Observation, backward: Call | None) -> list[OwnBackward]
     return list(own.values())
 
 
-def line_of_backward(own: OwnBackward) -> PointedLine:
-    """The line of a backward method that returns the gradient."""
-    note = f"the gradient that {own.name} gives back"
+def lines_of_backwards(methods: Sequence[OwnBackward]) -> list[PointedLine]:
+    """The lines of backward methods that return the gradient. Of several, one that returns none is
+    marked: which of the others is wrong is not known.
+    """
+    return [
+        PointedLine(one.line, _what_it_returns(one), bool(one.withheld) or len(methods) == 1)
+        for one in methods
+    ]
+
+
+def _what_it_returns(own: OwnBackward) -> str:
     if own.withheld:
-        note = f"returns no gradient for input {own.withheld[0]} of {own.name}, which needs one"
-    return PointedLine(own.line, note, is_fault=True)
+        return f"returns no gradient for input {own.withheld[0]} of {own.name}, which needs one"
+    return f"the gradient that {own.name} gives back"
 
 
 def idle_ranks(pieces: Pieces) -> Whereabouts | None:
@@ -418,6 +424,8 @@ def where_gradients_are_missing(
     if not ranks:
         return None  # what the step returned lacks them, or they have another shape
     gone, seen = missing[ranks[0]], observed[ranks[0]]
+    if any(call.kind is Kind.OPTIMIZER_STEP for call in seen.calls):
+        return not_seen("the optimizer has stepped, and gradients may have been cleared since")
     is_same = all(of_rank == gone for of_rank in missing.values())
     whose = "No rank has a" if is_same else f"Rank {ranks[0]} has no"
     backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
@@ -434,13 +442,7 @@ def where_gradients_are_missing(
         "own gradient",
         f"{several} missing" if is_same else f"rank {ranks[0]}: {several} missing",
         f"{text} {whose} gradient of {names_text(gone)}.",
-        distinct(
-            [
-                *lines,
-                *only_there,
-                *(at(line_of(call), "backward began here") for call in backwards[-1:]),
-            ]
-        ),
+        distinct([*lines, *only_there]),
         tuple(gone),
         ranks,
         shows_later=not is_seen and not only_there,
@@ -475,7 +477,7 @@ def _why_missing(
             at(outermost.line, f"calls {_module(outermost.name)} without gradients", True),
             at(calls[-1].line, f"calls {_module(module)} without gradients"),
         ]
-    own = [line_of_backward(o) for o in own_backwards(seen, backwards[-1]) if o.withheld]
+    own = lines_of_backwards([o for o in own_backwards(seen, backwards[-1]) if o.withheld])
     if own:
         return f"Line {own[0].line.number} {own[0].note}.", [*own]
     if not calls and any(one.name != module for one in seen.trace.module_calls):

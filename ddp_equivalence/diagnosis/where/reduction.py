@@ -91,7 +91,9 @@ def fault_of_reduction(
     found = search.found()
     if found is None:
         return None
-    names = tuple(dict.fromkeys(name for path in bad for name in path.names))
+    every_wrong = tuple(dict.fromkeys(name for path in bad for name in path.names))
+    # Ranks may have computed nothing of others, so that these are right however they are reduced.
+    names = tuple(name for name in every_wrong if name in differing) or every_wrong
     ranks = tuple(sorted({path.rank for path in bad}))
     where = ranked(ranks, pieces.view.world_size)
     every = pieces.view.parameters.names
@@ -102,19 +104,25 @@ def fault_of_reduction(
         or went_alike(path, search.path)
         or (path.lines == search.path.lines and not search.is_known(path))
         for one in path.names
+        if one in names
     ]
     concerned = f"This concerns {of_all(names, every)} on {where}."
-    sentence = found.sentence
-    if len(alike) < len(names):
+    sentence, lines = found.sentence, found.lines
+    if len(set(alike)) < len(names):
         others = len(set(alike)) - 1
         which = f"{alike[0]} and {others} more" if others else alike[0]
         sentence = f"For {which}: {sentence}"
+        lines = tuple(
+            replace(one, note=f"of {which}: {one.note}") if one.is_fault and one.note else one
+            for one in lines
+        )
         concerned = f"{len(names)} of {len(every)} gradients are wrong, on {where}."
     elif len(names) < len(every):
         sentence = f"For {names_text(names)}: {sentence}"
         concerned = f"This is so on {where}."
     return replace(
         found,
+        lines=lines,
         sentence=f"{sentence} {concerned} {_premise(pieces, weight)}",
         parameters=names,
         ranks=found.ranks or ranks,
@@ -275,7 +283,9 @@ class _Search:
             distinct(
                 [
                     *lines_only_on(self.view.observed.by_rank, ranks),
-                    pointed(before, f"they are {was}") if before is not None else None,
+                    pointed(before, f"they are {was}")
+                    if before is not None and before.call.kind is not Kind.BACKWARD
+                    else None,
                     pointed(state, f"{what}; now {text}", is_fault=True),
                 ]
             ),
@@ -362,13 +372,16 @@ class _Search:
         alike = all(same_mix(one, self.path.held) for one in held)
         on = "" if alike else f", on rank {self.path.rank}"
         last = [
-            pointed(one, f"after it{on}: {self._text(one.mix)}", is_vague and not number)
-            for number, one in enumerate(self.path.states[: -MOST_SHOWN // 2 : -1])
+            pointed(one, f"after it{on}: {self._text(one.mix)}")
+            for one in self.path.states[: -MOST_SHOWN // 2 : -1]
+            if not known or one.call.kind is not Kind.BACKWARD or self._is_shared(one)
         ]
+        only_there = "" if alike or not sentence else f" That is so on rank {self.path.rank}."
+        in_the_end = "" if sentence and any(last) else f"In the end{on} the gradients are {text}."
         return Whereabouts(
             "reduction",
             headline,
-            f"{sentence} In the end{on} the gradients are {text}.".strip(),
+            f"{sentence}{only_there} {in_the_end}".strip(),
             distinct([*known, *last]),
             fix=fix,
             ranks=ranks,
@@ -436,7 +449,7 @@ class _Search:
         elif not reduced and others:
             lines += [
                 *lines_that_left_out(view, others[-1]),
-                others[-1].pointed(f"reduces others, not {names_text(path.names)}", is_fault=True),
+                others[-1].pointed(f"reduces others, not {names_text(path.names)}"),
             ]
         elif not reduced:
             loops = (innermost_loop(way_to(view, one.first)) for one in exchanged)
@@ -548,7 +561,8 @@ class _Search:
     def _ranks_count_unequally(self, each: Mapping[int, float]) -> Whereabouts:
         """The ranks' own gradients have different weights. ``each``: by rank."""
         odd = odd_ranks(each)
-        lines = [*lines_only_on(self.view.observed.by_rank, odd), *self._all_changes()]
+        apart = lines_only_on(self.view.observed.by_rank, odd)
+        lines = [*apart, *self._all_changes(is_fault=not apart)]
         return self._of("the ranks do not count equally", "", lines, ranks=odd)
 
     def _another_factor(self, weight: float) -> Whereabouts:
@@ -599,12 +613,12 @@ class _Search:
         each = (f"{text_of(one / unit, '.3g')} on {ranked(on, size)}" for one, on in ranks.items())
         return "; ".join(each)
 
-    def _all_changes(self) -> list[PointedLine | None]:
+    def _all_changes(self, *, is_fault: bool = True) -> list[PointedLine | None]:
         """The lines that changed these gradients, or else those that reduced them."""
         changes = [one for one in self.path.states if one.call.change is not None]
         reduced = [one for one in self.path.states if self._is_shared(one)]
         return [
-            pointed(one, done_text(one.call, self.pieces), is_fault=True)
+            pointed(one, done_text(one.call, self.pieces), is_fault)
             for one in (changes or reduced)[-2:]
         ]
 
@@ -636,19 +650,23 @@ class _Search:
                 note = f"{done_text(here.call, self.pieces)}; {whose}: {then}; these: {now}"
                 return [pointed(here, note, is_fault=True)]
         mine = {line for line, _ in path.lines}
+        wrong = sorted({one.rank for one in self.bad})
+        apart = [] if path.rank == good.rank else lines_only_on(self.view.observed.by_rank, wrong)
+        is_open = not apart  # a line that a rank leaves out is right, and what decides this is not
         same = [one for one in self.bad if set(one.names) & set(path.names)]
         elsewhere = {line: one.rank for one in same for line, _ in one.lines}
         theirs = {line for line, _ in good.lines}
         return [
+            *apart,
             *(
-                pointed(one, f"changes them {whose}, and not on rank {path.rank}", True)
+                pointed(one, f"changes them {whose}, and not on rank {path.rank}", is_open)
                 if path.rank != good.rank
                 else pointed(one, _not_these(elsewhere.get(line_of(one.call))), True)
                 for one in good.states
                 if line_of(one.call) not in mine
             ),
             *(
-                pointed(one, f"{done_text(one.call, self.pieces)}; not changed: {unlike}", True)
+                pointed(one, f"{done_text(one.call, self.pieces)}; not changed: {unlike}", is_open)
                 for one in path.states
                 if line_of(one.call) not in theirs
             ),
@@ -760,11 +778,14 @@ def fault_of_non_members(view: View) -> Whereabouts | None:
 def fault_of_mixed_parameters(view: View) -> Whereabouts | None:
     """Which call adds up gradients of different parameters; None if none was seen to do so."""
     calls = view.observed.calls
-    reducing = (filter(reduces_gradients, calls.of(rank)) for rank in range(view.world_size))
-    for together in zip(*reducing, strict=False):
+    # Pairs are made of all collectives, since zeros for a missing gradient are not known as one.
+    issued = ([one for one in calls.of(n) if one.collective] for n in range(view.world_size))
+    for together in zip(*issued, strict=False):
         found = [call.collective for call in together if call.collective is not None]
         if any(len(one.ranks) < view.world_size for one in found):
             return None
+        if not all(map(reduces_gradients, together)):
+            continue
         names = [one.names for one in found]
         apart = (rank for rank, one in enumerate(names) if not {*one} & {*names[0]})
         other = next(apart, 0)

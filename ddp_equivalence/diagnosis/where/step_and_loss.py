@@ -173,7 +173,9 @@ class _Loss:
                 if one.line not in found or (one.joined and not found[one.line].joined):
                     found[one.line] = one
         first = sorted(found.values(), key=lambda one: one.joined is None)
-        return tuple(first) if len(first) <= MOST_FOUND else ()
+        # A loss differs because of what it is made of, if that differs.
+        others = [one for one in first if not one.operation.differentiable or one.value.shape]
+        return tuple(others or first) if len(first) <= MOST_FOUND else ()
 
     def searches(
         self, runs: Sequence[Operations], *, backward: bool = False, scalars_count: bool = True

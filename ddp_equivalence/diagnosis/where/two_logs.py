@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -23,6 +24,9 @@ from ddp_equivalence.measurement.measure import OneRank
 
 PACKING = ("stack", "cat")
 """Operations that put several values into one tensor."""
+
+OF_ONE_RANK = ("reduce_", "gather_")
+"""Operations that leave their result on one rank, and nothing that counts on the others."""
 
 Given = tuple[Related, Operation | None]
 """How a value is related to that on one rank, and the operation that wrote it."""
@@ -45,6 +49,7 @@ class TwoLogs:
         self._rivals = rivals or {}
         self._related = cache(self._relation_of)
         self._positions = set[int]()
+        self._left_out: Collection[int] = ()
         self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
         self._readers: dict[int, list[int]] = {}
         for number, operation in enumerate(self.alone.operations):
@@ -60,6 +65,12 @@ class TwoLogs:
         for number in range(len(self.alone.operations)):  # what an operation reads comes before it
             if self._makes_positions(number):
                 self._positions.add(number)
+
+    def without(self, numbers: Collection[int]) -> TwoLogs:
+        """The same logs, as if the results of these operations could not be compared."""
+        logs = copy(self)
+        logs._left_out = numbers
+        return logs
 
     def number_of(self, operation: Operation) -> int | None:
         """The number of an operation that one rank ran; None if only other ranks did."""
@@ -125,6 +136,8 @@ class TwoLogs:
         ):
             relation = self._related(tuple(one.given[place] for one in each), alone)
             if writer is not None:
+                if writer in self._left_out:
+                    relation = Related("unknown")
                 may_be = relation.how in ("other", "extreme")
                 found = Related("positions") if may_be and writer in self._positions else relation
                 yield found, self.alone.operations[writer]
@@ -205,6 +218,8 @@ class TwoLogs:
         return range(len(self.alone.operations[number].returned))
 
     def _of_result(self, number: int, place: int) -> Relation:
+        if self.alone.operations[number].name in OF_ONE_RANK or number in self._left_out:
+            return "unknown"
         values = tuple(one.returned[place] for one in self.on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how
         how = "other" if how == "extreme" and not self._is_sent(number) else how

@@ -67,7 +67,7 @@ def test_the_command_shows_the_edited_line_and_annotates_it(
     assert max(map(len, lines)) <= 100
     marked = [line for line in report.splitlines() if line.startswith("> ")]
     assert [f"own.py:{LINE}" in line for line in marked] == [True]
-    assert f"Fix: make the change of line {LINE} that was tried" in report
+    assert f"Tried: line {LINE} with `" in report
     assert "--trial-seconds 20" in report.partition("Again:")[2]
     assert f"line={LINE}" in annotation
 
@@ -131,9 +131,11 @@ def test_of_edited_lines_beside_each_other_one_is_shown_before_lines_far_away(
     other = PointedLine(replace(repair.line, number=far), "far away")
     where = replace(where, lines=(other,))
     verdict.analysis.localisation = replace(verdict.analysis.localisation, whereabouts=where)
-    shown = pointed_lines(repaired(verdict, Repairs(tuple(found), 2, 5, 9)))
+    repairs = Repairs(tuple(found), 2, 5, 9)
+    shown = pointed_lines(repaired(verdict, repairs))
     assert [one.line.number for one in shown] == [LINE, far, beside]
-    assert f"the change of line {LINE} or {beside} that was tried" in str(verdict)
+    assert repairs.text.startswith(f"line {LINE} with ")
+    assert repairs.text.endswith("Of 5 changes tried, 2 repaired the step")
 
 
 def test_nothing_is_said_of_marks_that_an_edited_line_has_taken(verdict: Verdict) -> None:

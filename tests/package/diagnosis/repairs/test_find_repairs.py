@@ -25,11 +25,10 @@ from ddp_equivalence.diagnosis.repairs.find_repairs import (
     in_general,
     in_order,
     leaves_the_big_batch,
-    lines_of_the_big_batch,
 )
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.time_left import TimeLeft
-from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.diagnosis.view import expected_of, lines_of_the_big_batch
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.edited_code import EditedCode
 from ddp_equivalence.measurement.observer import LocalsSeen

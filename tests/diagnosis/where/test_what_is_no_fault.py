@@ -1,0 +1,280 @@
+"""Lines that a right step has as well are not marked, and what was not seen is not believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import getsourcefile, getsourcelines
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddp_equivalence import check
+from ddp_equivalence.case import settings
+from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs, lines_of_repairs
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.report.verdict import Verdict
+from tests.diagnosis.where.faulty import CASE, average, distance, loss, marked_line, unnamed
+
+pytestmark = pytest.mark.self_check
+
+UNEVEN = replace(CASE, shards="6+5+3+2")
+
+
+def judged(step: Any, case: Any = CASE) -> Verdict:
+    with settings.using(settings.replaced(trial_seconds=0)):
+        return check(case, step)
+
+
+def marked(verdict: Verdict) -> list[int]:
+    lines = verdict.best.lines if verdict.best else ()
+    return [one.line.number for one in lines if one.is_fault]
+
+
+# A mean over a rank's own rows is another one than over all rows. Whether that is wrong depends on
+# how it is weighted.
+
+
+def rounded_weight(model: Any, shard: Any, rank: Any) -> None:
+    value = loss(model, shard)
+    share = round(len(shard["rows"]) * rank.world_size / 16, 1)
+    (value * share).backward()  # fault
+    average(model)
+
+
+def two_terms(model: Any, batch: Any) -> Any:
+    outputs = model(batch["rows"])
+    return F.mse_loss(outputs, batch["targets"]) + outputs.square().mean()
+
+
+def one_term_is_not_weighted(model: Any, shard: Any, rank: Any) -> None:
+    weight = len(shard["rows"]) * rank.world_size / 16
+    outputs = model(shard["rows"])
+    value = weight * F.mse_loss(outputs, shard["targets"])
+    value = value + outputs.square().mean()  # fault
+    value.backward()
+    average(model)
+
+
+@pytest.mark.parametrize(
+    ("step", "of_case"), [(rounded_weight, loss), (one_term_is_not_weighted, two_terms)]
+)
+def test_not_the_mean_of_own_rows_is_marked_but_what_is_made_of_it(step: Any, of_case: Any) -> None:
+    where = unnamed(replace(UNEVEN, loss=of_case), step)
+    faults = tuple(one for one in where.lines if one.is_fault)
+    assert distance(replace(where, lines=faults), step) == 0, where.lines
+
+
+# Backward methods of the user's own.
+
+
+def summed(gradient: Tensor) -> Tensor:
+    whole = gradient.clone()
+    dist.all_reduce(whole)
+    return whole
+
+
+class Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return summed(gradient) / dist.get_world_size()
+
+
+class Dropping(torch.autograd.Function):
+    """Its gradient is made in the forward pass, and not multiplied by what backward is given."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(2 * (outputs - targets) / outputs.numel())
+        return F.mse_loss(outputs, targets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (made,) = ctx.saved_tensors
+        return made, None  # fault
+
+
+def bias_left_out(model: Any, shard: Any, rank: Any) -> None:
+    """Ranks talk in backward, in a helper of a backward method, and reduce all but one bias."""
+    own: Any = Shared
+    value = loss(model, shard)
+    (value + 0 * own.apply(value)).backward()
+    for name, parameter in model.named_parameters():
+        if name != "head.bias":
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= rank.world_size
+
+
+def weights_are_dropped(model: Any, shard: Any, rank: Any) -> None:
+    own: Any = Dropping
+    value = own.apply(model(shard["rows"]), shard["targets"])
+    (value * len(shard["rows"]) * rank.world_size / 16).backward()
+    average(model)
+
+
+def test_what_a_backward_method_sends_is_no_reduction_that_came_too_early() -> None:
+    assert judged(bias_left_out).causes == ("parameter_not_reduced",)
+
+
+def test_means_do_not_count_equally_where_the_losses_are_weighted() -> None:
+    where = unnamed(UNEVEN, weights_are_dropped)
+    assert where.headline == "gradients do not depend on how the loss is scaled"
+    assert [one.line.number for one in where.lines if one.is_fault] == [marked_line(Dropping)]
+
+
+# Reductions that do what they should.
+
+
+def one_rank_unscales(model: Any, shard: Any, rank: Any) -> None:
+    (loss(model, shard) * 512).backward()
+    average(model)
+    if rank.rank == 0:  # fault
+        for parameter in model.parameters():
+            parameter.grad /= 512
+
+
+def first_layer_unscaled(model: Any, shard: Any, rank: Any) -> None:
+    (loss(model, shard) * 512).backward()
+    average(model)
+    for parameter in model.first.parameters():
+        parameter.grad /= 512  # fault
+
+
+def test_a_reduction_that_lacks_a_parameter_is_not_marked() -> None:
+    verdict = judged(bias_left_out)
+    assert verdict.best is not None
+    reduces = [one for one in verdict.best.lines if "not that of head.bias" in one.note]
+    assert [one.is_fault for one in reduces] == [False]
+
+
+def test_the_line_that_only_one_rank_came_to_is_marked_and_not_what_it_does_there() -> None:
+    where = unnamed(CASE, one_rank_unscales)
+    faults = tuple(one for one in where.lines if one.is_fault)
+    assert len(faults) == 1
+    assert distance(replace(where, lines=faults), one_rank_unscales) <= 1, where.lines
+
+
+def test_of_gradients_that_are_unscaled_in_part_the_line_that_chooses_them_is_marked() -> None:
+    verdict = judged(first_layer_unscaled)
+    assert verdict.causes == ("gradient_scaled_not_unscaled",)
+    assert marked(verdict) == [marked_line(first_layer_unscaled)]
+
+
+def reduced_to_rank_0(model: Any, shard: Any, rank: Any) -> None:
+    """What ``reduce`` leaves on the other ranks counts for nothing."""
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        dist.reduce(parameter.grad, dst=0)
+        parameter.grad /= rank.world_size
+        dist.broadcast(parameter.grad, src=1)  # fault
+
+
+def test_what_reduce_leaves_on_other_ranks_is_not_held_against_one_rank() -> None:
+    where = unnamed(CASE, reduced_to_rank_0)
+    assert not any("on one rank, here" in one.note for one in where.lines), where.lines
+
+
+# What the big batch is computed with is right, and so are ranks that send zeros.
+
+
+def shifted(rows: Tensor) -> Tensor:
+    return rows.roll(1, 0)  # fault
+
+
+def other_rows(model: Any, shard: Any, rank: Any) -> None:
+    """The loss of the case is given other rows than it should be."""
+    targets = shifted(shard["targets"])
+    loss(model, {"rows": shard["rows"], "targets": targets}).backward()
+    average(model)
+
+
+def zeros_for_what_is_missing(model: Any, shard: Any, rank: Any) -> None:
+    """Rank 0 has no gradient of the first layer, for which it sends zeros, as it should."""
+    (loss(model, shard) * 0.9).backward()  # fault
+    for name, parameter in model.named_parameters():
+        if rank.rank == 0 and name.startswith("first"):
+            parameter.grad = None
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(own)
+        parameter.grad = own / rank.world_size
+
+
+def test_a_line_of_the_case_is_not_marked_where_it_is_given_other_rows() -> None:
+    where = unnamed(CASE, other_rows)
+    first, last = getsourcelines(loss)[1], getsourcelines(loss)[1] + len(getsourcelines(loss)[0])
+    of_loss = [one for one in where.lines if first <= one.line.number < last]
+    assert not any(one.is_fault for one in of_loss if one.line.file == getsourcefile(loss))
+    assert not where.headline.startswith("line ") or distance(where, shifted) <= 2
+
+
+def test_ranks_that_send_zeros_do_not_add_up_different_parameters() -> None:
+    verdict = judged(zeros_for_what_is_missing)
+    found = verdict.localisation.whereabouts
+    assert found is None or "different parameters" not in found.headline
+
+
+# More than one mistake, and numbers that were not seen.
+
+
+def not_reduced_and_another_weight(model: Any, shard: Any, rank: Any) -> None:
+    (loss(model, shard) * (1 + rank.rank)).backward()
+
+
+def part_of_the_ranks(model: Any, shard: Any, rank: Any) -> None:
+    """The sum of all ranks but the last, of losses that have a wrong factor."""
+    (loss(model, shard) * 0.9).backward()
+    for parameter in model.parameters():
+        parts = [torch.empty_like(parameter) for _ in range(rank.world_size)]
+        dist.all_gather(parts, parameter.grad)
+        parameter.grad = torch.stack(parts[:-1]).sum(0)
+
+
+def test_a_fix_says_that_the_mean_would_be_wrong_as_well() -> None:
+    verdict = judged(not_reduced_and_another_weight)
+    assert verdict.causes == ("no_all_reduce",)
+    assert verdict.best is not None
+    assert verdict.best.fix.endswith("so something else is wrong, too.")
+
+
+def the_same_rows_on_every_rank(model: Any, batch: Any, rank: Any) -> None:
+    loss(model, {name: leaf[:4] for name, leaf in batch.items()}).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "shards"),
+    [
+        (lambda model, shard, rank: loss(model, shard).backward(), "equal"),
+        (the_same_rows_on_every_rank, "own"),
+    ],
+)
+def test_a_fix_does_not_say_so_where_another_one_is_enough(step: Any, shards: str) -> None:
+    verdict = judged(step, replace(CASE, shards=shards))
+    assert verdict.best is not None
+    assert "something else" not in verdict.best.fix
+
+
+def test_a_cause_that_was_not_seen_is_not_believed_together_with_a_factor() -> None:
+    verdict = judged(part_of_the_ranks)
+    assert verdict.causes == ()
+    found = verdict.localisation.whereabouts
+    assert found is not None
+    assert found.headline == "gradients of some ranks are missing"
+
+
+# Edits of lines that lie far from each other.
+
+
+def test_edits_of_lines_far_from_each_other_mark_none_of_them() -> None:
+    near, far = (CodeLine("own.py", number, "step") for number in (10, 40))
+    beside = Repairs((Repair(near, "a", "b"), Repair(replace(near, number=11), "c", "d")), 2, 5, 5)
+    assert [one.is_fault for one in lines_of_repairs(beside)] == [True, False]
+    apart = Repairs((Repair(near, "a", "b"), Repair(far, "c", "d")), 2, 5, 5)
+    assert not any(one.is_fault for one in lines_of_repairs(apart))
+    assert apart.text.startswith("line 10 with `b` in place of `a`, or line 40 with `d` in place")
