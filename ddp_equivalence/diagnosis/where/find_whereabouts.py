@@ -16,6 +16,12 @@ from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.division import fault_of_division
 from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
+from ddp_equivalence.diagnosis.where.groups import (
+    fault_of_mixed_parameters,
+    fault_of_non_members,
+    fault_of_separate_groups,
+    fault_of_small_groups,
+)
 from ddp_equivalence.diagnosis.where.own_gradient import (
     Compared,
     backward_lines,
@@ -26,13 +32,7 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
     where_gradients_are_missing,
 )
 from ddp_equivalence.diagnosis.where.pieces import EQUAL, Pieces, pieces_of, same_loss
-from ddp_equivalence.diagnosis.where.reduction import (
-    fault_of_mixed_parameters,
-    fault_of_non_members,
-    fault_of_reduction,
-    fault_of_separate_groups,
-    fault_of_small_groups,
-)
+from ddp_equivalence.diagnosis.where.reduction import fault_of_reduction
 from ddp_equivalence.diagnosis.where.whereabouts import (
     MOST_LINES,
     MOST_RANKS,

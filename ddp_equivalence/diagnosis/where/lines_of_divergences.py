@@ -42,13 +42,11 @@ MOST_WORDS = 9
 """So many words of what no rank reads stand in a headline."""
 
 FIRST_OTHER = (
-    "The first marked line is the first whose result is not that of one rank; what goes into it "
+    "Line {} is the first whose result is not that of one rank; what goes into it "
     "was not seen to differ."
 )
 
-ONLY_RANKS_RUN = (
-    "The first marked line runs otherwise on one rank, and what it makes goes into wrong gradients."
-)
+ONLY_RANKS_RUN = "Line {} runs otherwise on one rank, and what it makes goes into wrong gradients."
 
 ROUNDING = 1e-6
 
@@ -197,11 +195,12 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
     if found.kind != "not seen":
         return found
     first = beside.divergences[0]
+    told = ONLY_RANKS_RUN if first.alone is None else FIRST_OTHER
     return replace(
         found,
         kind="own gradient" if _before_reduction(first) else "reduction",
         headline="several ranks compute other values than one rank",
-        sentence=ONLY_RANKS_RUN if first.alone is None else FIRST_OTHER,
+        sentence=told.format(pointed[0].line.number),
     )
 
 

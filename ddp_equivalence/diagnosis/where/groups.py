@@ -1,0 +1,138 @@
+"""Which calls reduce gradients among the wrong ranks, or those of different parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddp_equivalence.diagnosis.lines.of_reduction import (
+    groups_of,
+    in_small_groups,
+    lines_of_small_groups,
+    lines_that_choose_groups,
+    lines_that_left_out,
+    lines_that_set_groups,
+    names_in_small_groups,
+)
+from ddp_equivalence.diagnosis.lines.words import names_text
+from ddp_equivalence.diagnosis.reduced import groups_text, separate_groups
+from ddp_equivalence.diagnosis.setting import reduces_gradients
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
+from ddp_equivalence.measurement.calls import Kind
+
+# Only some parameters differ: those that a wrapper reduces in a group of only some ranks.
+
+
+def fault_of_small_groups(view: View) -> Whereabouts | None:
+    """Which call gave the parameters that differ, and only these, a group without all ranks."""
+    wrong = view.measured.differing
+    in_small = names_in_small_groups(view)
+    if not wrong or wrong != in_small or len(wrong) == len(view.parameters.names):
+        return None  # what is right in such a group was reduced between the groups as well
+    names = tuple(name for name in view.parameters.names if name in wrong)
+    places = [place for place in in_small_groups(view) if wrong & set(place.names)]
+    where = groups_text(tuple(sorted({one for place in places for one in groups_of(place)})))
+    what = " and ".join(dict.fromkeys(place.first.what for place in places))
+    return Whereabouts(
+        "reduction",
+        "some parameters are reduced in smaller groups",
+        f"{what} was given {names_text(names)} with {where}, not with all {view.world_size} ranks. "
+        "All other parameters are right.",
+        distinct(lines_of_small_groups(view, names)),
+        names,
+        tuple(range(view.world_size)),
+        fix=f"give {names_text(names)} the mesh or group of all {view.world_size} ranks.",
+    )
+
+
+# A collective does nothing on a rank that is not in its group: torch prints a warning.
+
+
+def fault_of_non_members(view: View) -> Whereabouts | None:
+    """Which ranks call a collective in a group without them; None if none was seen to do so."""
+    place = next(iter(view.observed.calls.places(Kind.NOT_IN_GROUP)), None)
+    if place is None or place.line is None:
+        return None
+    who = ranked(place.ranks, view.world_size)
+    what, one = place.first.what, len(place.ranks) == 1
+    return Whereabouts(
+        "reduction",
+        f"{what} does nothing on {who}",
+        f"On {who}, {what} does nothing: the group that it is given is one without "
+        f"{'this rank' if one else 'these ranks'}.",
+        distinct(
+            [
+                place.pointed(f"{who}: not in this group", is_fault=True),
+                *lines_that_set_groups(view, [place]),
+            ]
+        ),
+        view.parameters.names,
+        tuple(place.ranks),
+        fix="give each rank a group that it is in.",
+        explains_all=True,
+    )
+
+
+# Ranks that go through different lists of parameters add up what does not belong together.
+
+
+def fault_of_mixed_parameters(view: View) -> Whereabouts | None:
+    """Which call adds up gradients of different parameters; None if none was seen to do so."""
+    calls = view.observed.calls
+    # Pairs are made of all collectives, since zeros for a missing gradient are not known as one.
+    issued = ([one for one in calls.of(n) if one.collective] for n in range(view.world_size))
+    for together in zip(*issued, strict=False):
+        found = [call.collective for call in together if call.collective is not None]
+        if any(len(one.ranks) < view.world_size for one in found):
+            return None
+        if not all(map(reduces_gradients, together)):
+            continue
+        names = [one.names for one in found]
+        apart = (rank for rank, one in enumerate(names) if not {*one} & {*names[0]})
+        other = next(apart, 0)
+        if not all(names) or not other:
+            continue
+        one, two = names_text(names[0]), names_text(names[other])
+        mixed = f"{one} on rank 0 and of {two} on rank {other}"
+        place = next(one for one in calls.reductions if one.line == together[0].at)
+        lists = [replace(one, is_fault=False) for one in lines_that_left_out(view, place)]
+        return Whereabouts(
+            "reduction",
+            "gradients of different parameters are added up",
+            f"One {found[0].op} adds up the gradients of {mixed}: the ranks go through different "
+            "lists of parameters.",
+            distinct([*lists, place.pointed(f"adds up those of {mixed}", is_fault=True)]),
+            view.parameters.names,
+            tuple(range(view.world_size)),
+            fix="reduce the same parameters in the same order on every rank, with zeros for those "
+            "that have no gradient.",
+            what="gradients missing",
+            explains_all=True,
+        )
+    return None
+
+
+# Ranks that no collective joins cannot hold what the others computed.
+
+
+def fault_of_separate_groups(view: View) -> Whereabouts | None:
+    """Between which groups of ranks no gradient was exchanged; None if one joins all."""
+    groups, calls = separate_groups(view), view.observed.calls
+    if not groups or calls.places(Kind.POINT_TO_POINT):
+        return None
+    reduced = [
+        place.pointed(f"{place.op} in {groups_text(place.groups)}", is_fault=True)
+        for place in calls.reductions
+    ]
+    behind = lines_that_choose_groups(view, calls.places(Kind.COLLECTIVE))
+    return Whereabouts(
+        "reduction",
+        "gradients stay within groups of ranks",
+        f"The ranks exchange gradients in {groups_text(groups)}, and no collective joins these "
+        "groups, so no rank can hold the mean over all ranks.",
+        distinct([*reduced[-1:], *behind, *reduced[:-1]]),
+        view.parameters.names,
+        tuple(range(view.world_size)),
+        fix=f"reduce over all {view.world_size} ranks, or between the groups as well.",
+        explains_all=True,
+    )
