@@ -185,7 +185,11 @@ def _observed_cause(view: View) -> Finding | None:
 
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
     """The findings; those that are believed get their lines and their fix."""
-    return tuple(_pointed(finding, view) if finding.accepted else finding for finding in findings)
+    shown = (_pointed(finding, view) if finding.accepted else finding for finding in findings)
+    return tuple(
+        replace(one, fix=f"{one.fix}{_another_mean(view)}") if one.accepted and one.fix else one
+        for one in shown
+    )
 
 
 def _pointed(finding: Finding, view: View) -> Finding:
@@ -205,7 +209,7 @@ def _pointed(finding: Finding, view: View) -> Finding:
         )
     return replace(
         finding,
-        fix=f"{hypothesis.fix(view)}{_another_mean(view)}",
+        fix=hypothesis.fix(view),
         lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),
     )

@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": 661,
     "commands": 5_908,
     "comparison": 1_743,
-    "diagnosis": 20_448,
+    "diagnosis": 20_449,
     "faults": 2_134,
     "gate": 1_971,
     "measurement": 7_859,

@@ -25,9 +25,6 @@ from ddp_equivalence.measurement.measure import OneRank
 PACKING = ("stack", "cat")
 """Operations that put several values into one tensor."""
 
-OF_ONE_RANK = ("reduce_", "gather_")
-"""Operations that leave their result on one rank, and nothing that counts on the others."""
-
 Given = tuple[Related, Operation | None]
 """How a value is related to that on one rank, and the operation that wrote it."""
 
@@ -218,7 +215,7 @@ class TwoLogs:
         return range(len(self.alone.operations[number].returned))
 
     def _of_result(self, number: int, place: int) -> Relation:
-        if self.alone.operations[number].name in OF_ONE_RANK or number in self._left_out:
+        if number in self._left_out:
             return "unknown"
         values = tuple(one.returned[place] for one in self.on_ranks(number))
         how = self._related(values, self.alone.operations[number].returned[place]).how

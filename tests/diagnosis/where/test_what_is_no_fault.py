@@ -17,7 +17,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs, lines_of_repairs
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.report.verdict import Verdict
-from tests.diagnosis.where.faulty import CASE, average, distance, loss, marked_line, unnamed
+from tests.diagnosis.where.faulty import CASE, average, batch, distance, loss, marked_line, unnamed
 
 pytestmark = pytest.mark.self_check
 
@@ -38,34 +38,55 @@ def marked(verdict: Verdict) -> list[int]:
 # how it is weighted.
 
 
+def masked(generator: torch.Generator) -> dict[str, Tensor]:
+    made = batch(generator)
+    counts = torch.arange(16)[:, None] % 5
+    return {**made, "mask": (torch.arange(3) < counts).to(made["rows"].dtype)}
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum()
+
+
+def one_term(model: Any, batch: Any) -> Any:
+    return masked_mean((model(batch["rows"]) - batch["targets"]).square(), batch["mask"])
+
+
+def two_terms(model: Any, batch: Any) -> Any:
+    return one_term(model, batch) + masked_mean(model(batch["rows"]), batch["mask"])
+
+
+def share_of(mask: Tensor) -> Tensor:
+    total = mask.sum()
+    dist.all_reduce(total)
+    return mask.sum() * dist.get_world_size() / total
+
+
 def rounded_weight(model: Any, shard: Any, rank: Any) -> None:
-    value = loss(model, shard)
-    share = round(len(shard["rows"]) * rank.world_size / 16, 1)
+    value = one_term(model, shard)
+    share = round(float(share_of(shard["mask"])), 1)
     (value * share).backward()  # fault
     average(model)
 
 
-def two_terms(model: Any, batch: Any) -> Any:
-    outputs = model(batch["rows"])
-    return F.mse_loss(outputs, batch["targets"]) + outputs.square().mean()
-
-
 def one_term_is_not_weighted(model: Any, shard: Any, rank: Any) -> None:
-    weight = len(shard["rows"]) * rank.world_size / 16
-    outputs = model(shard["rows"])
-    value = weight * F.mse_loss(outputs, shard["targets"])
-    value = value + outputs.square().mean()  # fault
+    outputs, mask = model(shard["rows"]), shard["mask"]
+    penalty = masked_mean(outputs, mask)
+    error = masked_mean((outputs - shard["targets"]).square(), mask)
+    error = error * share_of(mask)
+    value = error + penalty  # fault
     value.backward()
     average(model)
 
 
 @pytest.mark.parametrize(
-    ("step", "of_case"), [(rounded_weight, loss), (one_term_is_not_weighted, two_terms)]
+    ("step", "of_case"), [(rounded_weight, one_term), (one_term_is_not_weighted, two_terms)]
 )
 def test_not_the_mean_of_own_rows_is_marked_but_what_is_made_of_it(step: Any, of_case: Any) -> None:
-    where = unnamed(replace(UNEVEN, loss=of_case), step)
-    faults = tuple(one for one in where.lines if one.is_fault)
-    assert distance(replace(where, lines=faults), step) == 0, where.lines
+    where = unnamed(replace(CASE, batch=masked, loss=of_case), step)
+    (fault,) = (one for one in where.lines if one.is_fault)
+    assert fault.line.number == marked_line(step), where.lines
+    assert "on one rank, here" in fault.note  # it was found by its value
 
 
 # Backward methods of the user's own.
@@ -165,20 +186,6 @@ def test_of_gradients_that_are_unscaled_in_part_the_line_that_chooses_them_is_ma
     verdict = judged(first_layer_unscaled)
     assert verdict.causes == ("gradient_scaled_not_unscaled",)
     assert marked(verdict) == [marked_line(first_layer_unscaled)]
-
-
-def reduced_to_rank_0(model: Any, shard: Any, rank: Any) -> None:
-    """What ``reduce`` leaves on the other ranks counts for nothing."""
-    loss(model, shard).backward()
-    for parameter in model.parameters():
-        dist.reduce(parameter.grad, dst=0)
-        parameter.grad /= rank.world_size
-        dist.broadcast(parameter.grad, src=1)  # fault
-
-
-def test_what_reduce_leaves_on_other_ranks_is_not_held_against_one_rank() -> None:
-    where = unnamed(CASE, reduced_to_rank_0)
-    assert not any("on one rank, here" in one.note for one in where.lines), where.lines
 
 
 # What the big batch is computed with is right, and so are ranks that send zeros.
