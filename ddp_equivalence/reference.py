@@ -42,13 +42,13 @@ class Reference:
     """The gradients that every rank is compared with.
 
     ``expected``: the gradient (or the update) of the big batch in float64; None for a parameter
-    that backward did not reach. ``dtypes``: the dtype of every trained parameter as the case builds
-    it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step;
-    empty if the reference is a function of the user's own. ``at_each_step``: gradients and updates
-    are those at each step of an optimizer. ``after_clipping``: gradients are those after clipping.
-    ``buffers``: what the buffers of the model hold afterwards, and the tensors that its modules
-    keep. ``why_not_float64``: what the loss raised in float64, if the big batch was therefore
-    computed in the precision of the case.
+    that backward did not reach. ``dtypes``: the dtype of every parameter that is trained, or that
+    the reference moves, as the case builds it. ``examples``: the size of the big batch in each
+    step. ``losses``: its loss in each step; empty if the reference is a function of the user's own.
+    ``at_each_step``: gradients and updates are those at each step of an optimizer.
+    ``after_clipping``: gradients are those after clipping. ``buffers``: what the buffers of the
+    model hold afterwards, and the tensors that its modules keep. ``why_not_float64``: what the loss
+    raised in float64, if the big batch was therefore computed in the precision of the case.
     """
 
     case: Case
@@ -92,7 +92,8 @@ def big_batch(
     model = build_model(case)
     whole, sizes = whole_batch or build_whole_batch(case, steps)
     batches = batches_of_steps(case, whole, sizes)
-    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    every = {name: p.dtype for name, p in model.named_parameters()}
+    dtypes = {name: every[name] for name, p in model.named_parameters() if p.requires_grad}
     trained = partial(
         train,
         case,
@@ -112,13 +113,14 @@ def big_batch(
         model, why_not_float64 = build_model(case), it_raised(why)
         found, losses = trained(model, [in_dtype(batch, None) for batch in batches])
         expected = {key: None if one is None else one.double() for key, one in found.items()}
+    moved = {name for (_, name), one in expected.items() if one is not None}
     return Reference(
         case=case,
         compare=compare,
         training=training,
         steps=steps,
         expected=expected,
-        dtypes=dtypes,
+        dtypes=dtypes | {name: every[name] for name in moved},
         examples=sizes,
         losses=tuple(losses),
         at_each_step=at_each_step,

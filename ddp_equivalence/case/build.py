@@ -31,6 +31,7 @@ from ddp_equivalence.case.training import (
     Steps,
     Training,
     begin_reference,
+    update_of,
 )
 
 # Build a case's model, batches and loss. Every process gets the same ones, bit for bit.
@@ -412,17 +413,12 @@ def train_by_own_reference(
     except Exception as error:
         right = f"{REFERENCE}; {it_raised(error)}"
         raise BadCase("reference", name, right) from error
-    if at_steps is None:
-        return {
-            (0, one): p.detach() - before[one] if p.requires_grad else None
-            for one, p in model.named_parameters()
-        }
-    if at_steps.gradients:
+    if at_steps is not None and at_steps.gradients:
         return dict(record.gradients)
+    moved = {(0, one): p.detach() for one, p in model.named_parameters()}
     return {
-        (step, one): weight - before[one]
-        for (step, one), weight in record.weights.items()
-        if model.get_parameter(one).requires_grad
+        (step, one): update_of(weight, before[one], not model.get_parameter(one).requires_grad)
+        for (step, one), weight in (moved if at_steps is None else record.weights).items()
     }
 
 

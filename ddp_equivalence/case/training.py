@@ -189,6 +189,17 @@ GradientKey = tuple[int, str]
 """Step, counted from 0, and parameter name. Updates are compared once, so their step is 0."""
 
 
+def update_of(weight: Tensor, before: Tensor | None, frozen: bool) -> Tensor | None:
+    """The weight minus the one before; None for a parameter that is frozen and has not moved.
+
+    A frozen parameter may have moved: if it was frozen after its training, or if it should not have
+    been trained.
+    """
+    if before is None:
+        return weight
+    return None if frozen and bool((weight == before).all()) else weight - before
+
+
 def step_count(steps: Steps) -> int:
     """The number of big batches, which is the number of training steps."""
     return steps if isinstance(steps, int) else len(steps)
@@ -297,8 +308,9 @@ class StepRecord(StepCount):
     Optimizers that step one after the other, without a backward pass in between, make one step.
     ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
     copies, by step and name. Of the gradients, those that the optimizers of the step were given.
-    ``clips``: the calls of torch that clipped gradients. ``whole`` makes gradients whole where they
-    are sharded, and ``weights`` reads the weights so.
+    ``clips``: the calls of torch that clipped gradients. ``steps_copies``: an optimizer stepped
+    none of the model's own parameters, but copies such as one flat tensor. ``whole`` makes
+    gradients whole where they are sharded, and ``weights`` reads the weights so.
     """
 
     def __init__(
@@ -321,6 +333,7 @@ class StepRecord(StepCount):
         self._went_backward = True
         self._clipping = Clipping()
         self.clips = self._clipping.calls
+        self.steps_copies = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -339,11 +352,13 @@ class StepRecord(StepCount):
         if self._went_backward:
             self._went_backward = False
             self.count += 1
-        if not self._at_steps.gradients:
-            return
         parameters = self._parameters()
         its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        named = {name: one for name, one in parameters.items() if id(one) in its_own} or parameters
+        owned = {name: one for name, one in parameters.items() if id(one) in its_own}
+        self.steps_copies |= not owned
+        if not self._at_steps.gradients:
+            return
+        named = owned or parameters
         before_clipping: Mapping[int, Tensor] = {}
         if not self._at_steps.after_clipping:
             before_clipping = self._clipping.before(one.grad for one in named.values())

@@ -34,13 +34,15 @@ class _AtEachStep:
     """The comparison of the ranks with the reference at each step of an optimizer.
 
     ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: the
-    different calls by which torch clipped gradients.
+    different calls by which torch clipped gradients. ``steps_copies``: an optimizer stepped copies
+    of the parameters.
     """
 
     comparison: Comparison
     made: tuple[int, ...]
     expected: int
     clips: frozenset[ClipCall]
+    steps_copies: bool
 
     @property
     def counts_agree(self) -> bool:
@@ -58,6 +60,8 @@ class _AtEachStep:
 def will_be_judged_by_steps(request: Request, verdict: Verdict) -> bool:
     """True if each step of an optimizer is looked at where the verdict is "different"."""
     if not request.trains or request.at_each_step or request.in_process or not request.second_look:
+        return False
+    if not request.by_steps:
         return False
     if verdict.comparison is not None and verdict.comparison.same:  # only the state is wrong
         return False
@@ -80,6 +84,8 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         if clipped is not None:
             request, weights = clipped, _compared(clipped, "update")
         by_gradients = _by_gradients(request, judge)
+        if weights.steps_copies and not _are_reduced(by_gradients):
+            return judge(replace(request, by_steps=False))  # .grad may be no more than left over
         if clipped is not None and by_gradients.outcome == "same" and weights.first_wrong is None:
             # The gradients were right before they were clipped, so that clipping hides nothing.
             verdict = judge(clipped)
@@ -88,6 +94,12 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         return _at_first_wrong_step(verdict, by_gradients, weights)
     except RankFailed:  # the verdict on the whole update stands
         return verdict
+
+
+def _are_reduced(by_gradients: Verdict) -> bool:
+    """True if the gradients differ from those of the big batch, and are the same on all ranks."""
+    found = by_gradients.comparison
+    return by_gradients.outcome == "different" and found is not None and found.ranks_agree
 
 
 def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:
@@ -131,7 +143,8 @@ def gradients_at_each_step(request: Request) -> Comparison | None:
 def _by_gradients(request: Request, judge: Judge) -> Verdict:
     """The verdict on the gradients at each step.
 
-    They are compared as they were before clipping. Code of the user's own may clip them unseen.
+    They are compared as they were before clipping. Code of the user's own may clip them unseen, as
+    it does if one rank with the whole batch is right only after clipping.
     """
     at_each = replace(request, compare="gradients", at_each_step=True)
     verdict = judge(at_each)
@@ -139,7 +152,9 @@ def _by_gradients(request: Request, judge: Judge) -> Verdict:
     if verdict.outcome != "different" or request.training.clip is None or seen:
         return verdict
     clipped = judge(replace(at_each, after_clipping=True))
-    return clipped if clipped.outcome == "same" else verdict
+    beside = None if clipped.analysis is None else clipped.analysis.beside
+    is_right_alone = beside is not None and beside.is_right_alone
+    return clipped if clipped.outcome == "same" or is_right_alone else verdict
 
 
 def _in_order_read(request: Request, judge: Judge) -> Verdict:
@@ -189,7 +204,8 @@ def _compared(request: Request, compare: Compare) -> _AtEachStep:
     made = (one.optimizer_steps for _, one in sorted(measured.evidence.items()))
     steps = {step for step, _ in expected.reference.expected}
     clips = frozenset(call for one in measured.evidence.values() for call in one.clips)
-    return _AtEachStep(measured.comparison, tuple(made), len(steps), clips)
+    copies = any(one.steps_copies for one in measured.evidence.values())
+    return _AtEachStep(measured.comparison, tuple(made), len(steps), clips, copies)
 
 
 def _sizes(request: Request) -> tuple[int, ...]:

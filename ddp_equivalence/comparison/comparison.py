@@ -245,7 +245,8 @@ class _Sums:
 class Comparator:
     """Compares gradients as they arrive. It holds the expected ones, and sums of the measured ones.
 
-    Call ``begin`` for every rank, ``add`` its chunks in any order, then ``finish``.
+    Call ``begin`` for every rank, ``add`` its chunks in any order, then ``finish``. ``owned``: a
+    gradient may be on some ranks only, as where each has the optimizer of its own parameters.
     """
 
     def __init__(
@@ -253,7 +254,10 @@ class Comparator:
         expected: Gradients,
         described: Mapping[GradientKey, Description | None],
         tolerance: Tolerance,
+        *,
+        owned: bool = False,
     ) -> None:
+        self._owned = owned
         self._expected = {
             key: None if value is None else dense(value).reshape(-1).numpy()
             for key, value in expected.items()
@@ -371,6 +375,8 @@ class Comparator:
         for rank, measured in sorted(self._ranks.items()):
             for key, description in self._described.items():
                 found = measured.get(key)
+                if key not in measured and self._is_elsewhere(key):
+                    continue
                 if found != description or key not in measured:
                     sums = self._sums.get((rank, key))
                     zero = found is not None and sums is not None and sums.is_zero(found.shape)
@@ -378,6 +384,10 @@ class Comparator:
                     yield Unlike(rank, key, Structure(found, zero, key in measured), expected)
             for key in measured.keys() - self._described.keys():
                 yield Unlike(rank, key, Structure(measured[key]), expected=None)
+
+    def _is_elsewhere(self, key: GradientKey) -> bool:
+        """True if a rank need not have this gradient, since another one has it."""
+        return self._owned and any(key in measured for measured in self._ranks.values())
 
     def _parameter(
         self, key: GradientKey, noise: Noise, autocast: torch.dtype | None, tolerance: Tolerance
@@ -390,6 +400,8 @@ class Comparator:
         by_rank, bits = [], set()
         for rank, measured in sorted(self._ranks.items()):
             description = measured.get(key)
+            if key not in measured and self._is_elsewhere(key):
+                continue
             if description is None or description.shape != described.shape:
                 absent = b"zeros" if key in self._zeros else b"absent"
                 bits.add(absent if description is None else b"other shape")

@@ -57,17 +57,6 @@ def weights_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
-def update_of(weight: Tensor, before: Tensor | None, frozen: bool) -> Tensor | None:
-    """The weight minus the one before; None for a parameter that is frozen and has not moved.
-
-    A frozen parameter may have moved: if it was frozen after its training, or if it should not have
-    been trained.
-    """
-    if before is None:
-        return weight
-    return None if frozen and bool((weight == before).all()) else weight - before
-
-
 def sgd_step(model: nn.Module, lr: float) -> None:
     """SGD without momentum or weight decay, so that no wrong factor on the gradient is hidden."""
     with torch.no_grad():

@@ -171,20 +171,52 @@ class Analysis:
         return seen and divergence.asking_one_rank(seen, self._request)
 
     @cached_property
-    def _view_without_gradients(self) -> View | None:
-        """The only step, with what the ranks were seen to do, where gradients are missing."""
-        missing = self.measurement is not None and bool(self.measurement.comparison.structure)
-        if not missing or self._request.step_count > 1 or not self.observed:
+    def _view_without_predictions(self) -> View | None:
+        """The first step, with what the ranks were seen to do, where nothing can be predicted:
+        gradients are missing in the only step, the reference is a user's own, or what is compared
+        is the update that an optimizer made.
+        """
+        measured, is_update = self.measurement, self._request.compare == "update"
+        if measured is None or not self.observed or (self.first_wrong_step and not is_update):
             return None
-        view = self._view_of_step(0)
-        return view and replace(view, observed=ObservedStep(view.setting, self.observed))
+        if self._is_missing:
+            view = self._view_of_step(0) if self._request.step_count == 1 else None
+            return view and replace(view, observed=ObservedStep(view.setting, self.observed))
+        view = self._built_view(0) if is_update else self._own_reference
+        return view and with_measurement(view, measured, self.observed, 0, self.repeated is False)
+
+    @property
+    def _is_missing(self) -> bool:
+        """True if a rank has no gradient of a parameter, or one of another shape."""
+        if self.measurement is None:
+            return False
+        found = self.measurement.comparison
+        every = len(found.ranks)
+        return bool(found.structure) or any(len(one.by_rank) < every for one in found.parameters)
+
+    @cached_property
+    def _own_reference(self) -> View | None:
+        """The first step of a user's own reference, if its gradients are known."""
+        is_of_the_user = self._request.training.is_of_the_user and self._request.at_each_step
+        return self._built_view(0) if is_of_the_user else None
+
+    @property
+    def _follows_the_loss(self) -> bool:
+        """True if the first gradients of the user's own reference are those of the case's loss, and
+        are the first that differ, so that they can be predicted.
+        """
+        if self.measurement is None or self.first_wrong_step:
+            return False
+        return (
+            self._own_reference is not None and self._own_reference.examples.give_what_is_expected
+        )
 
     @cached_property
     def why_no_view(self) -> str:
         """Why no hypothesis can be fitted to the difference; "" if one can."""
-        if self.measurement is not None and self.measurement.comparison.structure:
+        if self._is_missing:
             return "gradients that are missing or of another shape cannot be fitted"
-        return why_unpredictable(self._request)
+        return "" if self._follows_the_loss else why_unpredictable(self._request)
 
     @cached_property
     def first_wrong_step(self) -> int:
@@ -210,7 +242,7 @@ class Analysis:
     @cached_property
     def beside(self) -> divergence.BesideOneRank | None:
         """What the step did on one rank with the whole batch, where that may show more."""
-        view = self._view_without_gradients if self.view is None else self.view
+        view = self._view_without_predictions if self.view is None else self.view
         if not self.looks_further or view is None:
             return None
         if self.view is not None and not one_rank_shows_more(_believed(self.explanations)):
@@ -262,8 +294,9 @@ class Analysis:
             return Localisation()
         if self.view is None:
             why = self.why_not_watched
-            right, view = self._expected.reference.expected, self._view_without_gradients
-            where = where_without_view(self.observed, right, view, why, self.why_no_view)
+            right, view = self._expected.reference.expected, self._view_without_predictions
+            missing = view if self._is_missing else None
+            where = where_without_view(self.observed, right, missing, why, self.why_no_view)
             if where is not None and view is not None:
                 where = self._beside_one_rank(where, view)
             return Localisation(whereabouts=where)
@@ -281,10 +314,15 @@ class Analysis:
 
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""
-        sample = self.sample_of_step(0 if self._request.compare == "update" else step)
-        if why_unpredictable(self._request) or not sample.sizes:
+        if why_unpredictable(self._request) and not self._follows_the_loss:
             return None
+        return self._built_view(step)
+
+    def _built_view(self, step: int) -> View | None:
         request = self._request
+        sample = self.sample_of_step(0 if request.compare == "update" else step)
+        if not sample.sizes:
+            return None
         with without_planted_faults():
             batches = self._expected.batches()
             setting = setting_of(request, self._expected, batches, step)

@@ -187,7 +187,9 @@ def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
     """The findings; those that are believed get their lines and their fix."""
     shown = (_pointed(finding, view) if finding.accepted else finding for finding in findings)
     return tuple(
-        replace(one, fix=f"{one.fix}{_another_mean(view)}") if one.accepted and one.fix else one
+        replace(one, fix=f"{one.fix} {ANOTHER_MISTAKE}", leaves_a_mistake=True)
+        if one.accepted and one.fix and _is_another_mean(view)
+        else one
         for one in shown
     )
 
@@ -215,18 +217,19 @@ def _pointed(finding: Finding, view: View) -> Finding:
     )
 
 
-def _another_mean(view: View) -> str:
-    """The end of a fix where the ranks hold what they computed, and reducing this is not enough."""
+ANOTHER_MISTAKE = "Their mean is not the big batch's either, so something else is wrong, too."
+
+
+def _is_another_mean(view: View) -> bool:
+    """True if the ranks hold what they computed, and reducing this is not enough."""
     places = view.parameters.positions_of(sorted(view.measured.differing))
     held, right = view.measured.by_rank[:, places], view.expected[places]
     own = view.local_gradients[0][:, places] if view.local_gradients else None
     if own is None or own.shape != held.shape or not nearly_equal(held, own):
-        return ""
+        return False
     if is_divided_up(view) is False or nearly_equal(held, held[:1].expand_as(held)):
-        return ""  # not reducing is no fault where the ranks have the same, or the wrong examples
-    if is_multiple(held.mean(0), right):
-        return ""
-    return " Their mean is not the big batch's either, so something else is wrong, too."
+        return False  # not reducing is no fault where the ranks have the same, or wrong examples
+    return not is_multiple(held.mean(0), right)
 
 
 def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
@@ -502,7 +505,8 @@ class Finding:
     ``lines``: the lines of the user's code that show what happened. Both are given only where the
     explanation is believed. ``is_guess``: its lines show no more than what the step does; that one
     of them is wrong is told by the numbers alone. ``besides``: a factor that all gradients have
-    besides, which the cause does not explain; None without one.
+    besides, which the cause does not explain; None without one. ``leaves_a_mistake``: the step
+    would still be wrong after the fix.
     """
 
     cause: str
@@ -523,6 +527,7 @@ class Finding:
     lines: tuple[PointedLine, ...] = ()
     is_guess: bool = False
     besides: float | None = None
+    leaves_a_mistake: bool = False
 
     @property
     def causes(self) -> tuple[str, ...]:

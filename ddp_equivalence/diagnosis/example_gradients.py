@@ -21,7 +21,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.training import Steps, Training
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.diagnosis.draw_table import DrawTable
-from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
@@ -31,6 +31,9 @@ from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.ranks.deadlines import threads_for
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 from ddp_equivalence.strategies.sharded_batch import Indices
+
+MUCH_ROUNDING = 100.0
+"""Two computations of one gradient differ by less than so many times eps, relative to its norm."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,15 @@ class ExampleGradients:
     @property
     def big_batch_loss(self) -> float:
         return self.loss(tuple(range(self.setting.example_count)))
+
+    @property
+    def give_what_is_expected(self) -> bool:
+        """True if the loss of the case has the gradient that ranks are compared with. A reference
+        of the user's own may have another one.
+        """
+        rounding = max(NEGLIGIBLE, MUCH_ROUNDING * torch.finfo(self.setting.dtype).eps)
+        found = self.gradient(tuple(range(self.setting.example_count)))
+        return unexplained(found, self.expected) < rounding
 
     @cached_property
     def draws_random_numbers(self) -> bool:

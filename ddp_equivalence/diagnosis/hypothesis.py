@@ -9,6 +9,7 @@ from math import inf
 from torch import Tensor
 
 from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.request import Request
@@ -218,6 +219,11 @@ def ranks_by_number(ranks: Sequence[int]) -> str:
 
 def divided_by_ranks(view: View) -> str:
     """The end of a mend that reduces gradients; "" if their sum is the big batch's gradient."""
+    differing, held = sorted(view.measured.differing), view.measured.by_rank
+    places = view.parameters.positions_of(differing) if differing else slice(0)
+    total = held[:, places].sum(0)
+    if differing and len(held) == view.world_size and nearly_equal(total, view.expected[places]):
+        return ""  # the step has divided what each rank holds already
     return "" if view.parts.add_up_to_the_big_batch else f", and divide by {view.world_size}"
 
 

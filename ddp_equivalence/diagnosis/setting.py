@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -107,7 +107,7 @@ def setting_of(
         earlier_examples=reference.examples[:step],
         shards=shards,
         reporting_ranks=tuple(range(request.processes.world_size)),
-        training=request.training,
+        training=replace(request.training, reference=None),
         has_batch_norm=_trains_with(model, nn.modules.batchnorm._BatchNorm),
         dtype=reference.lowest_dtype,
         computed_in=reference.computed_in,

@@ -574,7 +574,9 @@ class ObservedStep:
         return any("gather" in entry.op and entry.elements > 1 for log in logs for entry in log)
 
 
-def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
+def lines_of_the_big_batch(
+    case: Case, compare: Compare = "gradients", training: Training | None = None, steps: Steps = 1
+) -> Mapping[str, set[int]]:
     """File -> the lines of the user's code that compute the gradients of the big batch.
 
     They are not known if somebody else traces this thread, such as a debugger.
@@ -583,5 +585,5 @@ def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
         return {}
     seen = LocalsSeen()
     with without_planted_faults(), seen.watching():
-        big_batch(request.case, request.compare, request.training, request.steps)
+        big_batch(case, compare, training, steps)
     return seen.lines

@@ -144,7 +144,8 @@ def measure(
     Raises RankFailed or RanksTimedOut.
     """
     tolerance = Tolerance(expected.reference.lowest_dtype, exact=request.case.exact)
-    comparator = Comparator(expected.reference.expected, expected.described, tolerance)
+    right, owned = expected.reference.expected, request.judges_gradients_at_each_step
+    comparator = Comparator(right, expected.described, tolerance, owned=owned)
     evidence: dict[int, Evidence] = {}
     kept: dict[int, dict[GradientKey, list[Tensor]]] = {}
     for rank, result in ranks.collect(deadline):
@@ -399,11 +400,13 @@ def rerun(request: Request, first: RankFailed, began: float) -> Rerun | None:
 @dataclass(frozen=True)
 class OneRank:
     """The operations of a step ``by_rank``, and those of the same step on ``alone``: one rank that
-    is given the whole batch.
+    is given the whole batch. ``owned``: a gradient may be on some ranks only, as where each has the
+    optimizer of its own parameters.
     """
 
     by_rank: Mapping[int, Operations]
     alone: Operations
+    owned: bool = False
 
 
 def operations_beside_one_rank(
@@ -420,7 +423,7 @@ def operations_beside_one_rank(
     if alone is None and not has_one:
         return None
     by_rank = operations_on_ranks(request, deadline)
-    return None if by_rank is None else OneRank(by_rank, alone or by_rank[0])
+    return None if by_rank is None else OneRank(by_rank, alone or by_rank[0], request.at_each_step)
 
 
 def operations_on_ranks(request: Request, deadline: float) -> dict[int, Operations] | None:

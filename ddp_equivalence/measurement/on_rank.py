@@ -32,6 +32,7 @@ from ddp_equivalence.case.training import (
     GradientKey,
     StepCount,
     StepRecord,
+    update_of,
 )
 from ddp_equivalence.comparison.comparison import raw_messages
 from ddp_equivalence.comparison.gradients import (
@@ -42,7 +43,6 @@ from ddp_equivalence.comparison.gradients import (
     digest_leaves,
     in_first_step,
     sgd_step,
-    update_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.calls import NotPlain, plain
@@ -139,7 +139,7 @@ def _run_step(
     collectives = new_collectives()
     observed = observer.found(gradients, collectives) if observer else None
     dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
-    evidence = Evidence(
+    return gradients, Evidence(
         examples=dealt,
         data=data,
         inputs=called.arguments,
@@ -165,8 +165,8 @@ def _run_step(
         idle_data_parallel=idle.called,
         optimizer_steps=run_of_step.optimizer_steps,
         clips=run_of_step.clips,
+        steps_copies=run_of_step.steps_copies,
     )
-    return gradients, evidence
 
 
 def _data(
@@ -259,6 +259,7 @@ class RunOfStep:
         self._planted, self._declared, self._observer = planted, declared, observer
         self.optimizer_steps = 0
         self.clips: tuple[ClipCall, ...] = ()
+        self.steps_copies = False
 
     def train(self, task: Task, given: list[Any]) -> dict[GradientKey, Tensor | None]:
         """Run all steps; return the gradients that each step leaves, or the updates."""
@@ -316,6 +317,7 @@ class RunOfStep:
                     returned = step(shard)
         self.optimizer_steps = count.seen if record is None else record.count
         self.clips = () if record is None else tuple(record.clips)
+        self.steps_copies = record is not None and record.steps_copies
         if record is None:
             if returned is None:
                 return in_first_step(self._held.updates(before))

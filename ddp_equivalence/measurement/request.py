@@ -57,6 +57,7 @@ class Request:
     gradients are those before clipping, or ``after_clipping``. ``read_order``: the examples of the
     batch in the order in which the steps were seen to read them, if that is another one.
     ``explains``: False where a difference is observed, and no cause of it is looked for.
+    ``by_steps``: a step that trains is judged at each step of an optimizer as well.
     """
 
     case: Case
@@ -78,6 +79,7 @@ class Request:
     after_clipping: bool = False
     read_order: tuple[int, ...] = ()
     explains: bool = True
+    by_steps: bool = True
 
     @property
     def processes(self) -> Layout:
@@ -94,6 +96,11 @@ class Request:
     def trains(self) -> bool:
         """True if the step is the user's own and trains: it is given all examples at once."""
         return self.strategy is None and (self.compare == "update" or self.at_each_step)
+
+    @property
+    def judges_gradients_at_each_step(self) -> bool:
+        """True if those gradients are compared with which an optimizer steps on a rank."""
+        return self.at_each_step and self.compare == "gradients"
 
     @property
     def is_the_users_own(self) -> bool:

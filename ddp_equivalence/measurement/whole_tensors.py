@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_equivalence.comparison.gradients import digest, gathered, update_of
+from ddp_equivalence.case.training import update_of
+from ddp_equivalence.comparison.gradients import digest, gathered
 from ddp_equivalence.ranks.collectives import of_the_suite
 from ddp_equivalence.ranks.user_modules import spec_of_finders_after
 

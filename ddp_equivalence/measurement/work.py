@@ -102,7 +102,8 @@ class Evidence:
     ``optimizer_steps``: how often optimizers stepped in a step that trains; those that step
     together count as one where what is compared is taken at each of their steps. ``clips``: the
     calls by which torch clipped gradients, in a step that is judged at each step of its optimizer;
-    otherwise those whose gradients are compared as they were before.
+    otherwise those whose gradients are compared as they were before. ``steps_copies``: an optimizer
+    stepped copies of the parameters, in such a step.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -130,6 +131,7 @@ class Evidence:
     idle_data_parallel: bool = False
     optimizer_steps: int = 0
     clips: tuple[ClipCall, ...] = ()
+    steps_copies: bool = False
 
 
 # Whether a rank can call a step, and with what: model, shard and rank; or first model and rank.

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import io
 import marshal
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -265,6 +266,17 @@ Rows = dict[str, dict[Path, Row]]
 """Module -> path -> row. Another process can receive and compare it."""
 
 
+def _name_in_python(value: Any) -> str | None:
+    """The name of an object in the module of the standard library that has its class and holds it,
+    such as ``annotations`` of ``__future__``. Whoever else holds it, it is the same everywhere.
+    """
+    module = type(value).__module__
+    if module == "builtins" or module.partition(".")[0] not in sys.stdlib_module_names:
+        return None
+    held_there = vars(sys.modules[module]).items() if module in sys.modules else ()
+    return next((name for name, one in held_there if one is value), None)
+
+
 class Contents:
     """``rows``: the table. ``places``: the id of an object -> its path. ``codes``: those of the
     functions of the user. ``apart``: of objects to which no path leads, functions by their code.
@@ -319,6 +331,8 @@ class Contents:
             return NAMED, value.__module__, value.__qualname__, of_code(value.__code__)
         if isinstance(value, FunctionType | type) and (self._apart or not self._in_full(value)):
             return NAMED, value.__module__, value.__qualname__
+        if (name := _name_in_python(value)) is not None:
+            return NAMED, kind.__module__, name
         if isinstance(value, (tuple, *DESCRIPTORS)):
             long = _digest_if_long(contents(value)) if isinstance(value, tuple) else ()
             return GROUP, *_type(value), *(long or self._leaves(held(value), path))

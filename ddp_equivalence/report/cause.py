@@ -123,7 +123,7 @@ ALL = 1e-3
 def how_sure(verdict: Verdict) -> str:
     """Whether the cause was seen, and what of the numbers it explains; "" without a cause."""
     best, comparison = verdict.best, verdict.comparison
-    if best is None:
+    if best is None or best.leaves_a_mistake:
         return ""
     others = [finding for finding in verdict.findings[1:] if finding.accepted]
     parts = (best, *best.more)
@@ -214,7 +214,7 @@ def notes(verdict: Verdict) -> Iterator[str]:
 def training_notes(verdict: Verdict) -> Iterator[str]:
     """How the reference trains, and which step of a trainer is wrong."""
     wrong = verdict.wrong_step
-    if wrong is not None:
+    if wrong is not None and wrong.sentence:
         yield wrong.sentence
     if verdict.read_order:
         yield "The big batches follow what the steps read: another order than the batch has."
@@ -225,7 +225,8 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
             yield f"{examples} are {short_numbers(of_step, MOST_EXAMPLES)} of the batch."
     training, is_update = verdict.asked.training, verdict.asked.compare == "update"
     if training.is_of_the_user:
-        yield "Compared with your own reference=."
+        if verdict.outcome == "same":
+            yield "Compared with your own reference=."
     elif verdict.outcome == "same":
         return
     elif is_update and training.is_plain_sgd:
@@ -234,7 +235,7 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         own = ", ".join(text_of(one, ".6g") for one in rates if one and one != training.lr)
         seen = f"; that of the step is {own}." if own else ": is that what the step does?"
         yield f"Compared with plain SGD, learning rate {training.lr:g}{seen}"
-    elif is_update:
+    elif is_update and (wrong is None or wrong.differs != "weights"):
         yield "Compared with your optimizer= and clip=: are they those of the step?"
 
 

@@ -202,7 +202,7 @@ class ShareTable:
         if are_right and not apart and not (details and shape.details):
             return self.words  # examples of one rank make up for each other
         texts = apart or list(self._texts(shape.rows))
-        scope = [only_in(self.shares.only)] if self.shares.only else []
+        scope = [only_in(self.shares.only, shape.width - 2)] if self.shares.only else []
         shown = (*texts, *scope, *(details if shape.details else ()))
         return [Line(cut(f"  {text}", shape.width)) for text in shown]
 
@@ -246,10 +246,12 @@ def _own_and_others(shares: Shares) -> list[str]:
     ]
 
 
-def only_in(names: Sequence[str]) -> str:
-    """Says that these parameters differ, and no others."""
-    shown = listed([shortened(name, LONGEST_OF_SEVERAL) for name in names], MOST_NAMES)
-    return f"(in {shown}; all other parameters are right)"
+def only_in(names: Sequence[str], width: int) -> str:
+    """Says on one line that these parameters differ, and no others. It names as many as fit."""
+    short = [shortened(name, LONGEST_OF_SEVERAL) for name in names]
+    named = [listed(short, most) for most in range(MOST_NAMES, 0, -1)]
+    texts = [f"(in {some}; all other parameters are right)" for some in named]
+    return next((one for one in texts if len(one) <= width), texts[-1])
 
 
 def _details(shares: Shares) -> Iterator[str]:
@@ -337,7 +339,7 @@ def held(verdict: Verdict) -> list[Item | Line]:
     right = [one for one in comparison.parameters if one.same]
     if right and all(one.ranks_agree for one in right):
         differing = [one.name for one in comparison.differing]
-        words.append(Line(cut(f"  {only_in(differing)}", width)))
+        words.append(Line(cut(f"  {only_in(differing, width - 2)}", width)))
     if shares is not None and can_be_shown(shares) and not all_are_right(shares):
         return [ShareTable(shares, verdict.case.ranks.world_size, words)]
     return list(words)
@@ -425,8 +427,8 @@ def _off_by(comparison: Comparison) -> str:
         for off, ranks in groups
     ]
     is_all = len(comparison.differing) == len(comparison.parameters)
-    norm = "the big batch's norm" if is_all else "the norm of the wrong gradients"
-    text = text.replace(" by ", f" {verb} off by ", 1) + f" of {norm}"
+    where = "" if is_all else " in these parameters"
+    text = text.replace(" by ", f" {verb} off by ", 1) + f" of the big batch's norm{where}"
     text = listed([text, *others], MOST_GROUPS)
     return f"{text[:1].upper()}{text[1:]}."
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.repairs.find_repairs import lines_of_repairs
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine, Kind
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict, WrongStep
 
 OUTPUT_LINES = 30
+
+DEPRECATED = re.compile(r"(?m)^\S+:\d+: (Future|(Pending)?Deprecation)Warning: .*\n(  .*\n?)?")
+"""Warnings that say nothing of what the step computes now, each with the line of code below it."""
 
 
 def report_lines(verdict: Verdict) -> list[Line]:
@@ -164,7 +168,8 @@ def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     counts = how_many_differ(verdict)
     sure = [text for text in (how_sure(verdict), counts) if text]
     beside = list(notes(verdict))
-    if not is_whole and any(text.strip() for text in verdict.output.values()):
+    printed = (DEPRECATED.sub("", text) for text in verdict.output.values())
+    if not is_whole and any(text.strip() for text in printed):
         beside.append("What the ranks printed, such as warnings, is in the whole report.")
     end: list[Item] = [
         *(Sentences(ended(text), "Tried: ", "fix") for text in _tried(verdict)),
@@ -224,6 +229,7 @@ def _tried(verdict: Verdict) -> list[str]:
 # The first line of a report: the step, where it stands, what is wrong, and the cause's name.
 
 END_OF_CLAUSE = re.compile(r"[,;:.](?= |$)| \(")
+MISSING = re.compile(r"rank \d+: (?P<name>\S+)(?: \(step \d+\))? is missing")
 NOT_ALL_TRIED = "no cause found, because not all known causes were tried"
 
 
@@ -259,6 +265,10 @@ def _what(verdict: Verdict) -> str:
     if verdict.comparison is not None and verdict.comparison.structure:
         if found is not None and found.what == "gradients missing":
             return found.headline
+        unstepped = [one for one in map(MISSING.fullmatch, verdict.comparison.structure) if one]
+        if wrong is not None and len(unstepped) == len(verdict.comparison.structure):
+            names = list(dict.fromkeys(one["name"] for one in unstepped))
+            return f"no optimizer steps {names_text(names)}"  # else one rank would have a gradient
         return "names, shapes or types are not those of the big batch"
     if wrong is not None and wrong.differs != "gradients":
         return wrong.headline
@@ -352,8 +362,7 @@ def _lines_of_wrong_step(
         return [PointedLine(lines[-1], "this is where an optimizer steps")]
     if wrong.number is None or len(lines) < wrong.number:
         return []
-    note = f"step {wrong.number}: the weights after it are wrong"
-    return [PointedLine(lines[wrong.number - 1], note)]
+    return [PointedLine(lines[wrong.number - 1])]
 
 
 def line_to_look_at(verdict: Verdict) -> CodeLine | None:

@@ -355,7 +355,9 @@ class WrongStep:
 
     @property
     def sentence(self) -> str:
-        """The fault as a sentence of the report."""
+        """The fault as a sentence of the report; "" if the first gradients are wrong, as in a step
+        that does not train.
+        """
         of = f"The gradients of optimizer step {self.number} of {self.expected} are"
         if self.differs == "count":
             made = sorted(set(self.made))
@@ -365,7 +367,7 @@ class WrongStep:
                 "number must be made for the same examples."
             )
         if self.differs == "gradients":
-            return f"{of} wrong{'; until then all weights were right' if self.number != 1 else ''}."
+            return f"{of} wrong; until then all weights were right." if self.number != 1 else ""
         if self.differs == "weights":
             return (
                 f"{of} right, and the weights after it are not: the optimizer, learning rate, "

@@ -13,20 +13,20 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 337,
+    "": 339,
     "adapters": 317,
-    "case": 3_179,
-    "checking": 661,
+    "case": 3_190,
+    "checking": 677,
     "commands": 5_908,
-    "comparison": 1_743,
-    "diagnosis": 20_449,
+    "comparison": 1_744,
+    "diagnosis": 20_693,
     "faults": 2_134,
     "gate": 1_971,
-    "measurement": 7_859,
+    "measurement": 7_874,
     "observed_scripts": 8_064,
     "pytest_plugin": 1_609,
-    "ranks": 7_056,
-    "report": 5_088,
+    "ranks": 7_070,
+    "report": 5_102,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a

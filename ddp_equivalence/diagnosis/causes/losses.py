@@ -355,8 +355,21 @@ def _division_seen(view: View) -> Indication | None:
     return None
 
 
-def _wrong_and_right(ratio: WrongCount) -> tuple[str, str]:
-    return text_of(ratio.counts[0], ".6g"), text_of(ratio.total, ".6g")
+def _wrong_and_right(view: View, ratio: WrongCount) -> tuple[str, str]:
+    """The count, and the right one; on each of several ranks, the equal parts that ranks have."""
+    seen = _divided_by(view, ratio)
+    part = 1.0 if seen is None else seen / ratio.counts[0]
+    return text_of(part * ratio.counts[0], ".6g"), text_of(part * ratio.total, ".6g")
+
+
+def _detail(view: View, ratio: WrongCount) -> str:
+    """What each rank's part counts is not told: several counts may be the same multiple of it."""
+    if _divided_by(view, ratio) in (None, ratio.counts[0]):
+        return ratio.text
+    total = text_of(ratio.total, ".6g")
+    wrong, right = _wrong_and_right(view, ratio)
+    in_all = f"in all there are {total}, {ratio.right_unit}"
+    return f"divided by {wrong} on each rank, instead of {right}; {in_all}"
 
 
 def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
@@ -364,7 +377,8 @@ def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
     ratios, own = _ratios(view), counts_by_rank(view)
     note = f"as if divided by the rank's {own[0].unit}" if own else ""
     if ratios:
-        note = "as if divided by {}; the right count is {}".format(*_wrong_and_right(ratios[0]))
+        wrong, right = _wrong_and_right(view, ratios[0])
+        note = f"as if divided by {wrong}; the right count is {right}"
     found = (line_that_scales_gradients(view, 1 / one.counts[0]) for one in ratios)
     scaled = next(filter(None, found), None) or line_of_loss(view, note, True)
     if scaled is None:
@@ -383,13 +397,13 @@ def _lines_of_another_count(view: View) -> Sequence[PointedLine]:
 def _mend_another_count(view: View) -> str:
     ratios, own = _ratios(view), counts_by_rank(view)
     if ratios:
-        (wrong, right), unit = _wrong_and_right(ratios[0]), ratios[0].right_unit
-        seen = _divided_by(view, ratios[0])
+        (wrong, right), unit = _wrong_and_right(view, ratios[0]), ratios[0].right_unit
+        seen, total = _divided_by(view, ratios[0]), text_of(ratios[0].total, ".6g")
         if seen is None:
             return f"multiply the loss by {wrong} / {right}; {right} is the right count ({unit})."
         part = ratios[0].counts[0] / seen  # of several ranks, each may have an equal part of it
         over = "" if part == 1 else f" / {text_of(part, '.6g')}"
-        return f"divide by {right}{over} ({unit}), not by {text_of(seen, '.6g')}."
+        return f"divide by {total}{over} ({unit}), not by {wrong}."
     if not own:
         return "divide by what the loss of the big batch divides by."
     total = text_of(own[0].total, ".6g")
@@ -648,7 +662,7 @@ ANOTHER_COUNT = Hypothesis(
     held=lambda view: [
         Prediction(view.on_every_rank(one.held), one.text) for one in counts_by_rank(view)
     ],
-    multiples=lambda view: [WrongFactor(one.factor, one.text) for one in _ratios(view)],
+    multiples=lambda view: [WrongFactor(one.factor, _detail(view, one)) for one in _ratios(view)],
     indication=_division_seen,
     lines=_lines_of_another_count,
     mend=_mend_another_count,

@@ -14,8 +14,9 @@ from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.lines.origins import Choice, choices, given_at, set_at
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import last_of
+from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
-from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.view import View, lines_of_the_big_batch
 from ddp_equivalence.measurement.calls import CodeLine, Contents, Kind
 
 
@@ -107,6 +108,10 @@ def lines_that_share(view: View, ranks: Sequence[int] = ()) -> list[PointedLine]
     rank = next(iter(ranks), min(view.observed.by_rank, default=0))
     known = {_in_file(place.line) for place in reads(view)}
     choosing = [one for one in _choices(view, rank) if _in_file(one.line) not in known]
+    of_case = unless_it_fails(lambda: lines_of_the_big_batch(view.setting.case), lambda why: {})
+    choosing = [one for one in choosing if one.line.number not in of_case.get(one.line.file, ())]
+    constant = ("", "<module>")
+    choosing = [one for one in choosing if one.of_rank or one.line.function not in constant]
     unread, count = read_by_no_rank(view), view.setting.example_count
     others = [one for one in choosing if not one.of_rank] if unread else []
     sharing = [one for one in choosing if one.of_rank]

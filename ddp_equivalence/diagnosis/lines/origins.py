@@ -476,15 +476,16 @@ DEEPEST = 2
 def lines_behind(run: RunLines, line: CodeLine, most: int) -> list[PointedLine]:
     """At most so many lines that have run and set what this line reads, the nearest first."""
     found: dict[CodeLine, PointedLine] = {}
-    level = [line]
+    level: list[tuple[CodeLine, ast.expr | None]] = [(line, None)]
     for _ in range(DEEPEST):
-        before: list[CodeLine] = []
-        for reader in level:
-            for verb, name, setter in _setters(run, reader):
+        before: list[tuple[CodeLine, ast.expr | None]] = []
+        for reader, part in level:
+            for verb, name, setter, given in _setters(run, reader, part):
                 note = f"{verb} {name}, which line {reader.number} reads"
                 if setter != line:
                     found.setdefault(setter, PointedLine(setter, note))
-                before += [setter, *(lines_that_return(run, setter) if verb == "sets" else ())]
+                returning = lines_that_return(run, setter) if verb == "sets" else ()
+                before += [(setter, given), *((one, None) for one in returning)]
         level = before
     # A constant is the same on all ranks, so what else is read tells more.
     return sorted(found.values(), key=lambda one: sets_constant(one.line))[:most]
@@ -501,9 +502,12 @@ def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
     return [one.line for call in calls for one in origins.of_call(call)]
 
 
-def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, str, CodeLine]]:
-    """What a line reads, and which line "sets" it, or "passes" it to the function: attributes
-    first, since they are set far away.
+def _setters(
+    run: RunLines, line: CodeLine, part: ast.expr | None
+) -> Iterator[tuple[str, str, CodeLine, ast.expr | None]]:
+    """What a line reads, which line "sets" it, or "passes" it to the function, and as which of its
+    expressions. Attributes come first, since they are set far away. ``part``: of the line, if only
+    this is read.
     """
     place, origins = place_at(line), Origins(run)
     if place is None:
@@ -514,6 +518,8 @@ def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, str, CodeLine
     if line.number > place.statement.lineno:  # of a statement of several lines
         begin = (one for one in nodes if getattr(one, "lineno", 0) == line.number)
         nodes = [node for one in begin for node in ast.walk(one)] or nodes
+    if part is not None:
+        nodes = list(ast.walk(part))
     read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
     read = [one for one in read if id(one) not in owners]
     for node in read:
@@ -523,7 +529,7 @@ def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, str, CodeLine
             one = _in_force(run, line, node, given)
             far = None if one is None else _far_away(origins, node.attr, one)
             if far is not None and (far[0] == "sets" or id(node) not in called):
-                yield far
+                yield (*far, None)
     for node in read:
         if isinstance(node, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not _gives_nothing(one)]
@@ -532,9 +538,9 @@ def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, str, CodeLine
             before = [one for one in own if one.line.number < line.number and not _seeds(one)]
             last = max(before, key=lambda one: one.line.number, default=None)
             if last is not None and not _is_leaf(last):
-                yield "adds to" if last.fills else "sets", node.id, last.line
+                yield "adds to" if last.fills else "sets", node.id, last.line, None
             elif last is None and passed and passed[0].place.function is not None:
-                yield "passes", node.id, passed[0].line
+                yield "passes", node.id, passed[0].line, passed[0].expression
 
 
 def _classes(run: RunLines) -> set[str]:

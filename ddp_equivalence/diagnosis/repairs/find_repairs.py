@@ -114,7 +114,9 @@ def _found(
     if pointed is None:
         return Repairs()
     expected.batches()  # raises BadCase for a batch that is another one at each call
-    of_the_case = lines_of_the_big_batch(request)
+    of_the_case = lines_of_the_big_batch(
+        request.case, request.compare, request.training, request.steps
+    )
     edits: list[Edit] = []
     until = monotonic() + seconds
 

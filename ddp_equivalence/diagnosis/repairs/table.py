@@ -112,6 +112,7 @@ MISTAKES = (
         "A condition holds on some ranks only, or was copied from another place.",
         *_with("and or", ("$x OP $y", "$x", "$y")),
         *_with("and or", ("$x OP $y OP $z", "$x OP $y", "$x OP $z", "$y OP $z")),
+        is_broad=True,  # it may only lead round what is wrong
     ),
     _mistake(
         "The counting begins at another number than that of what is read.",

@@ -30,6 +30,7 @@ from ddp_equivalence.diagnosis.where.loss import (
 )
 from ddp_equivalence.diagnosis.where.relations import (
     RELATED,
+    Relation,
     Rows,
     Selection,
     Sharing,
@@ -78,6 +79,7 @@ class BesideOneRank:
     does not run there, and the ranks were compared with the loss of the case.
 
     ``factor_alone``: it leaves them times this number there; None if it leaves others.
+    ``rounds_in``: up to the rounding of this dtype; "" if they are nearer.
     ``divergences``: where the ranks part from one rank that is right. ``cuts``: where gradients end
     on ranks, and not on one rank; if that is wrong, only at collectives. ``past_autograd``: the
     collectives on the way to wrong gradients of which autograd knows nothing. ``loss``: where one
@@ -92,6 +94,7 @@ class BesideOneRank:
 
     is_right_alone: bool | None
     factor_alone: float | None = None
+    rounds_in: str = ""
     divergences: tuple[Divergence, ...] = ()
     cuts: tuple[Cut, ...] = ()
     past_autograd: tuple[Operation, ...] = ()
@@ -116,7 +119,8 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
         found = replace(found, is_right_alone=None)  # it may have clipped or cleared what it left
     if found is None or not (found.divergences or found.loss.unlike):
         return found
-    of_case = unless_it_fails(lambda: lines_of_the_big_batch(request), lambda why: {})
+    asked = request.case, request.compare, request.training, request.steps
+    of_case = unless_it_fails(lambda: lines_of_the_big_batch(*asked), lambda why: {})
     return replace(found, lines_of_case=of_case)
 
 
@@ -124,12 +128,12 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     if torch.finfo(view.setting.dtype).eps > COARSEST or not _can_be_asked(view, request):
         return None
     rows = _rows(view)
-    order = _order(view, rows)
+    order = _order(view, rows) if request.step_count == 1 else _order_of_steps(view, rows, request)
     deadline = min(request.deadline, MOST_SECONDS)
     runs = operations_beside_one_rank(request, deadline, order or ())
     if runs is None:
         by_rank = operations_on_ranks(request, deadline)
-        if by_rank is None:
+        if by_rank is None or not _is_predicted(view, request):
             return None
         of_ranks = [by_rank[rank] for rank in sorted(by_rank)]
         return BesideOneRank(None, loss=ranks_compared_with_the_loss(view, of_ranks))
@@ -138,8 +142,13 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     found = _compared(view, runs, rows, order, factor)
     if found is None:
         return None
+    if not _is_predicted(view, request) and not found.is_right_alone:
+        return BesideOneRank(False)
     of_ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
-    return replace(found, ignoring=max(ignoring, key=len), unread=unread(view, of_ranks))
+    found = replace(found, ignoring=max(ignoring, key=len))
+    return (
+        found if not _is_predicted(view, request) else replace(found, unread=unread(view, of_ranks))
+    )
 
 
 def _compared(
@@ -165,11 +174,14 @@ def _compared(
         )
     if view.world_size == 1:
         return None  # the step has left something else this time
+    least = _least_precise(view, runs.alone)
+    is_rounded = _factor(view, runs.alone, NEGLIGIBLE) is None
+    rounds_in = str(least).removeprefix("torch.") if is_rounded else ""
     cuts = only_of_ranks([runs.by_rank[rank] for rank in sorted(runs.by_rank)], runs.alone)
     if rows is None and order is not None and _takes_parts(view):
         rows = [tuple(range(view.setting.example_count))] * view.world_size
     if rows is None or order is None:
-        return BesideOneRank(is_right_alone=True, factor_alone=1.0, cuts=cuts)
+        return BesideOneRank(is_right_alone=True, factor_alone=1.0, rounds_in=rounds_in, cuts=cuts)
     place = {example: number for number, example in enumerate(order)}
     sharing = Sharing(
         tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
@@ -179,7 +191,7 @@ def _compared(
     )
     logs = logs_of(runs, sharing)
     found = divergences(logs, lambda: rows_of_the_loss(view))
-    return BesideOneRank(True, 1.0, found, cuts, past_autograd(logs))
+    return BesideOneRank(True, 1.0, rounds_in, found, cuts, past_autograd(logs))
 
 
 def _is_seed(run: Operations, operation: Operation) -> bool:
@@ -202,6 +214,15 @@ def logs_of(runs: OneRank, sharing: Sharing) -> TwoLogs:
     return TwoLogs(runs, replace(sharing, others=others), rivals)
 
 
+def _is_predicted(view: View, request: Request) -> bool:
+    """True if the loss of the case says what ranks should hold, and not only a user's reference;
+    nothing says what several steps have read.
+    """
+    if request.step_count > 1:
+        return False
+    return not request.training.is_of_the_user or view.examples.give_what_is_expected
+
+
 def _takes_parts(view: View) -> bool:
     """True if each rank was given the whole batch, and it was not recognised what it reads."""
     return view.setting.shards is None and view.observed.examples_read is None
@@ -222,8 +243,10 @@ def _factor_on_one_rank(view: View, request: Request) -> float | None:
 
 
 def _can_be_asked(view: View, request: Request) -> bool:
-    """True for one step of a user that was watched."""
-    return request.strategy is None and request.step_count == 1 and bool(view.observed.by_rank)
+    """True for the first step of a user, or of an optimizer, or all its steps, if watched."""
+    is_first = request.step_count == 1 or (request.at_each_step and view.setting.step == 0)
+    is_all = request.compare == "update"
+    return request.strategy is None and (is_first or is_all) and bool(view.observed.by_rank)
 
 
 def _rows(view: View) -> list[tuple[int, ...]] | None:
@@ -252,6 +275,11 @@ def _order(view: View, rows: Sequence[tuple[int, ...]] | None) -> tuple[int, ...
         return ()
     if rows is None:
         return None
+    read = view.observed.examples_read or [()]
+    if all(
+        {*map(frozenset, parts)} == {frozenset(own)} for own, parts in zip(rows, read, strict=False)
+    ):
+        return ()  # each backward pass is of all examples of its rank
     examples = sorted(chain.from_iterable(rows))
     if examples != list(range(view.setting.example_count)) or any(len(one) % count for one in rows):
         return None
@@ -262,6 +290,19 @@ def _order(view: View, rows: Sequence[tuple[int, ...]] | None) -> tuple[int, ...
         for one, size in zip(rows, sizes, strict=True)
         for example in one[number * size : (number + 1) * size]
     )
+
+
+def _order_of_steps(
+    view: View, rows: Sequence[tuple[int, ...]] | None, request: Request
+) -> tuple[int, ...] | None:
+    """() if each of several steps has one backward pass, or passes over the same examples; None if
+    the micro-batches of one rank would not be those of all ranks joined.
+    """
+    passes = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    seen_together = request.compare == "update"
+    if passes == {request.step_count if seen_together else 1}:
+        return ()
+    return () if _order(view, rows) == () else None
 
 
 def _parts(view: View, rows: Sequence[tuple[int, ...]] | None) -> list[Indices]:
@@ -275,7 +316,7 @@ def _parts(view: View, rows: Sequence[tuple[int, ...]] | None) -> list[Indices]:
     return [tuple(chain.from_iterable(each)) for each in zip(*read, strict=True)]
 
 
-def _factor(view: View, alone: Operations) -> float | None:
+def _factor(view: View, alone: Operations, tolerance: float | None = None) -> float | None:
     """One rank holds so many times the gradient of the big batch; None if it holds another one."""
     sample = view.parameters.sample
     if any(name not in alone.left for name in sample.sizes):
@@ -286,7 +327,7 @@ def _factor(view: View, alone: Operations) -> float | None:
     held = sample.of(values)
     if not bool(view.expected.any()):
         return None if bool(held.any()) else 1.0
-    return factor_between(view.expected, held, _tolerance(view, alone))
+    return factor_between(view.expected, held, tolerance or _tolerance(view, alone))
 
 
 def _tolerance(view: View, alone: Operations) -> float:
@@ -323,6 +364,8 @@ class Divergence:
     examples whose rows it joins there; None if it joins rows of the same examples. ``apart``: a
     rank, an element of its result, and what one rank has at this place, if ranks have parts.
     ``runs``: how often its line runs it on each rank, and last on one rank, if that tells.
+    ``unreduced``: the backward passes that left what it is given: each rank's own gradient.
+    ``given``: how what it is given is related to that on one rank.
     """
 
     operation: Operation
@@ -336,6 +379,18 @@ class Divergence:
     joined: tuple[int, int, int] | None = None
     apart: tuple[int, float, float] | None = None
     runs: tuple[int, ...] = ()
+    unreduced: tuple[CodeLine, ...] = ()
+    given: frozenset[Relation] = frozenset()
+
+    @property
+    def reads_parts(self) -> bool:
+        """True if it is given parts of a sum or mean, one on each rank."""
+        return "sum" in self.given
+
+    @property
+    def is_given_right_values(self) -> bool:
+        """True if it is given the rows of each rank, or what all have, and no number of Python."""
+        return bool(self.given) and self.given <= {"whole", "rows"} and not self.operation.numbers
 
 
 def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Divergence, ...]:
@@ -348,7 +403,10 @@ def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Diverge
     """
     wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
     if not wrong:
-        return ()
+        # Operations on owned gradients are fewer than on one rank, so that they have no partners.
+        search = _Search(logs, rows)
+        first = [next(search.lasting(), None)] if logs.owned else []
+        return tuple(search.divergence(n, is_certain=False) for n in first if n is not None)
     found = _divergences(logs, wrong, rows)
     numbers = (logs.number_of(one.operation) for one in found if one.is_certain and one.alone)
     means = [n for n in numbers if n is not None and _is_a_mean_that_is_read(logs, n)]
@@ -383,6 +441,10 @@ def _divergences(
     search = _Search(logs, rows)
     leading, only_ranks = search.leading_to(wrong)
     certain = sorted({*leading, *search.differentiated()})
+    # What is made of another divergence follows from it, unless that one may be right.
+    first_ones = {one for one in certain if search.is_sure(one)}
+    made_of = {one: behind(logs.alone, [one]) - {one} for one in certain}
+    certain = [one for one in certain if made_of[one].isdisjoint(first_ones)]
     first = certain[0] if certain else len(logs.alone.operations)
     others = [number for number in search.read_by_python() if number < first]
     found = [
@@ -498,6 +560,15 @@ class _Search:
             if not operation.in_backward and not operation.name.endswith("_like"):
                 yield reader
 
+    def is_sure(self, number: int) -> bool:
+        """True if the result can be compared, and is not of whole numbers: ranks may count others,
+        and pad to other lengths.
+        """
+        by_rank, alone = self._logs.returned(number, self._logs.places_that_diverge(number)[0])
+        is_alike = all(alone is not None and one.shape == alone.shape for one in by_rank)
+        is_part = self._logs.apart(by_rank, alone) is not None
+        return (is_alike or is_part) and not self._logs.makes_whole_numbers(number)
+
     def divergence(self, number: int, *, is_certain: bool) -> Divergence:
         place = self._logs.places_that_diverge(number)[0]
         by_rank, alone = self._logs.returned(number, place)
@@ -515,7 +586,22 @@ class _Search:
             elsewhere=elsewhere,
             joined=self._joined(number),
             apart=self._logs.apart(by_rank, alone),
+            unreduced=tuple(self._unreduced(number)),
+            given=frozenset(given for given, _ in self._logs.given(number)),
         )
+
+    def _unreduced(self, number: int) -> Iterator[CodeLine]:
+        operation = self._operations[number]
+        if operation.in_backward or operation.talks:
+            return
+        for given, writer in self._logs.given(number):
+            if given != "sum" or writer is None:
+                continue
+            if writer.in_backward and writer.line is not None:
+                yield writer.line
+            before = None if writer.in_backward else self._logs.number_of(writer)
+            if before is not None and before < number:
+                yield from self._unreduced(before)
 
     def _joined(self, number: int) -> tuple[int, int, int] | None:
         """A rank on which the operation joins different examples, and two of them; None if it does

@@ -168,8 +168,10 @@ def _another_factor(pieces: Pieces, weight: float, uniform: float) -> Whereabout
         return not_seen(
             f"every gradient is {shown} times that of the big batch, and no line shows this factor"
         )
-    lines = distinct([*reduction.lines, *_lines_that_scale_losses(compared)])
-    return replace(reduction, lines=lines)
+    scaled = _lines_that_scale_losses(compared)
+    if any(one.is_fault for one in reduction.lines):  # either may be right, if the other undoes it
+        scaled = [one and replace(one, is_fault=False) for one in scaled]
+    return replace(reduction, lines=distinct([*reduction.lines, *scaled]))
 
 
 def _factor_before_the_mean(

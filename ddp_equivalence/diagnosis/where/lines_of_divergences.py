@@ -12,6 +12,7 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_no_sync
 from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
 from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
 from ddp_equivalence.diagnosis.lines.words import names_text
@@ -46,6 +47,16 @@ FIRST_OTHER = (
     "was not seen to differ."
 )
 
+NOT_REDUCED = (
+    "Line {} is the first whose result is not that of one rank: it computes with the own gradients "
+    "of each rank, which nothing has reduced by then."
+)
+
+OF_OWN_ROWS = (
+    "Line {} is the first whose result is not that of one rank: it computes with a sum or mean of "
+    "each rank's own part, where one rank has that of all."
+)
+
 ONLY_RANKS_RUN = "Line {} runs otherwise on one rank, and what it makes goes into wrong gradients."
 
 ROUNDING = 1e-6
@@ -53,6 +64,7 @@ ROUNDING = 1e-6
 OTHER_GRADIENTS = "backward gives other gradients than on one rank"
 OTHER_IN_BACKWARD = "backward gives other gradients than the loss of the case"
 
+OWN_LEFT = "leaves the own gradients of each rank"
 MULTIPLE = "a multiple of the value on one rank here"
 
 
@@ -68,7 +80,9 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """The place that was found already, with the lines that one rank shows."""
-    return unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
+    found = unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
+    found = replace(found, rounds_in=beside.rounds_in)
+    return found if any(one.is_fault for one in found.lines) else replace(found, marks="")
 
 
 def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -82,6 +96,8 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     cuts = beside.cuts
     if not cuts and (not beside.loss.unlike or has_right_loss(beside, view)):
         cuts = beside.loss.cuts
+    wrapping = {one.line for one in view.observed.calls.places(Kind.WRAP)}
+    cuts = tuple(one for one in cuts if one.ended.line not in wrapping)  # DDP copies weights there
     is_open = found.shows_later or found.kind == "not seen"
     if beside.unread and is_open:
         return with_unread(found, beside.unread)
@@ -153,11 +169,13 @@ def with_unread(found: Whereabouts, unread: Sequence[Unread]) -> Whereabouts:
     lines = [PointedLine(line, "takes the others", True) for one in unread for line in one.lines]
     others = [replace(one, is_fault=False) for one in found.lines]
     before = "" if found.kind == "not seen" else found.sentence
+    is_short = len(what.split()) <= MOST_WORDS
+    told = "" if is_short else f"The loss of the case reads {what}, and no rank does."
     return replace(
         found,
         kind="own gradient",
-        headline=f"no rank reads {what if len(what.split()) <= MOST_WORDS else some}",
-        sentence=f"The loss of the case reads {what}, and no rank does. {before}".rstrip(),
+        headline=f"no rank reads {what if is_short else some}",
+        sentence=f"{told} {before}".strip(),
         lines=first_of_each_line([*lines, *others]),
         shows_later=False,
         what="something else",
@@ -192,15 +210,25 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
     if not pointed:
         return replace(found, is_right_alone=beside.is_right_alone)
     found = _with_lines(found, beside, pointed, view)
+    first, number = beside.divergences[0], pointed[0].line.number
     if found.kind != "not seen":
-        return found
-    first = beside.divergences[0]
-    told = ONLY_RANKS_RUN if first.alone is None else FIRST_OTHER
+        is_first = found.lines[0].line == pointed[0].line and first.reads_parts
+        sentence = OF_OWN_ROWS.format(number) if is_first and not first.unreduced else ""
+        return replace(found, sentence=found.sentence or sentence)
+    told, headline = FIRST_OTHER, "several ranks compute other values than one rank"
+    if first.alone is None:
+        told = ONLY_RANKS_RUN
+    elif first.unreduced:
+        told, headline = NOT_REDUCED, "gradients are used before they are reduced"
+        lines = (*found.lines[:1], *lines_of_no_sync(view), *found.lines[1:])
+        found = replace(found, lines=first_of_each_line(lines))
+    elif first.reads_parts:
+        told = OF_OWN_ROWS
     return replace(
         found,
         kind="own gradient" if _before_reduction(first) else "reduction",
-        headline="several ranks compute other values than one rank",
-        sentence=told.format(pointed[0].line.number),
+        headline=headline,
+        sentence=told.format(number),
     )
 
 
@@ -248,6 +276,8 @@ def _with_lines(
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
     behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+    if pointed[0].is_fault and beside.divergences[0].is_given_right_values:
+        behind = []  # they made what is right
     notes = {one.line: one.note for one in found.lines if one.note}
     only_ranks = {one.operation.line for one in beside.divergences if one.alone is None}
     pointed = [
@@ -263,8 +293,11 @@ def _with_lines(
         lines = first_of_each_line([*faults, *seen, *others])
         return replace(found, lines=lines, is_right_alone=True)
     seen = [replace(one, is_fault=False) for one in faults]
+    is_marked = any(one.is_fault for one in pointed)
+    if is_marked and found.shows_later and beside.divergences[0].alone is not None:
+        others = []  # they are the loss, and what is behind it
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
-    marks = LOOK_FIRST if any(one.is_fault for one in pointed) else ""
+    marks = LOOK_FIRST if is_marked else ""
     fix = "" if found.what == "right ones changed" else found.fix  # another line is marked now
     if found.what == "loss of rows" and pointed[0].is_fault:
         headline = f"line {pointed[0].line.number} has other values than on one rank"
@@ -292,11 +325,14 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
     for one in (*first[:most], *uncertain):
         if one.operation.line is not None:
             is_call = one.operation.in_backward and one.operation.line in backwards
+            is_right = is_call or _is_a_mean(one) or beside.is_right(one.operation.line)
             tells_nothing = is_call and one.joined is None and one.alone is not None
             note = OTHER_GRADIENTS if tells_nothing else _note_of_divergence(one, view.world_size)
-            is_right = is_call or _is_a_mean(one) or beside.is_right(one.operation.line)
             is_fault = one.is_certain and not is_right
-            lines.append(PointedLine(one.operation.line, note, is_fault))
+            leads_away = bool(lines) and is_right and not one.is_certain  # it only looks wrong
+            if not leads_away:
+                lines.append(PointedLine(one.operation.line, note, is_fault))
+            lines += [PointedLine(line, OWN_LEFT) for line in dict.fromkeys(one.unreduced)]
         lines += [PointedLine(line, MULTIPLE) for line in one.multiples if line not in backwards]
     return first_of_each_line(lines)
 
@@ -409,7 +445,7 @@ def with_unlike_loss(
         others = [replace(one, is_fault=False) for one in found.lines]
         nearest = [] if knows_numbers else behind[:1]
         own = _lines_of_own_backwards(view) if all(calls) else []
-        ordered = [*own, *first, *nearest, *others, *behind]
+        ordered = [*(own or first), *nearest, *others, *behind]
     if found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later):
         what = "computes what the loss of the case does not"
         if joining is not None:

@@ -124,8 +124,7 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     together = pieces.loss_together
     if weight is None or together is None or 2 * of_rows >= len(compared):
         headline = f"rank {rank}: {one.losses}"
-        sentence = f"On rank {rank}, {one.losses}. "
-        return Judged(headline, sentence, one.losses, one.is_loss_right is False)
+        return Judged(headline, "", one.losses, one.is_loss_right is False)
     right = pieces.view.examples.big_batch_loss
     rounding = pieces.tolerance * max(map(abs, known))
     size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), rounding, NO_LOSS)
@@ -140,9 +139,9 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
         number, of_all = _apart(loss or 0.0, right)
         of_big_batch = f"the big batch's {of_all}"
         headline = f"rank {rank}: its loss is {number}, {of_big_batch}"
-        if alike and len(other) == len(compared) > 1:
-            headline = f"every rank's loss is {number}, {of_big_batch}"
         sentence = f"The {unit} losses are {every}; {of_big_batch}. "
+        if alike and len(other) == len(compared) > 1:
+            headline, sentence = f"every rank's loss is {number}, {of_big_batch}", ""
     else:
         is_mean = len(known) == pieces.view.world_size and same_loss(weight * len(known), 1.0)
         what = "mean" if is_mean else "summed"
@@ -152,8 +151,7 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
             together = right
         number, of_all = _apart(together, right)
         of_big_batch = f"the big batch's {of_all}"
-        headline = f"{times}the {unit} {what} loss is {number}, {of_big_batch}"
-        sentence = f"The {unit} losses are {every}. "
+        headline, sentence = f"{times}the {unit} {what} loss is {number}, {of_big_batch}", ""
     is_wrong = bool(other) and not abs(together - right) <= size
     note = f"{text_of(one.piece.loss or 0.0, '.5g')} on rank {one.piece.rank}"
     return Judged(headline, sentence, note, is_wrong, of_all=True)
@@ -189,7 +187,9 @@ def fault_of_own_gradient(
     verb = "computes" if len(ranks) in (1, view.world_size) else "compute"
     judged = _judged(pieces, compared, one)
     whole = f"{who[:1].upper()}{who[1:]} {verb} another gradient than its rows give."
-    whole = "" if judged.of_all else f"{whole}{_which_piece(pieces, wrong)}"
+    some = _which_piece(pieces, wrong)
+    is_told = judged.of_all or (len(ranks) == view.world_size and not some)
+    whole = "" if is_told else f"{whole}{some}"
     names = _names(pieces, one)
     # What a rank has may be a part by design: what differs in the end tells more.
     differing = tuple(name for name in names if name in view.measured.differing)
@@ -212,7 +212,7 @@ def fault_of_own_gradient(
         headline=headline,
         sentence=f"{'' if is_of_rows else judged.sentence}{sentence}{whole}".rstrip(),
         what="loss of rows" if is_of_rows else "something else",
-        lines=distinct([*shown, *(of_loss if judged.is_wrong or not shown else [])]),
+        lines=distinct(shown or of_loss),
         parameters=names,
         ranks=ranks,
     )

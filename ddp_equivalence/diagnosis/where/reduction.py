@@ -47,7 +47,6 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     WhatWasSeen,
     Whereabouts,
     distinct,
-    of_all,
     positions_text,
     ranked,
 )
@@ -56,8 +55,6 @@ from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 # Three questions, in this order: were the gradients right at some time, and which line changed
 # them then; after which line are they no mixture of what the ranks computed; and if they are one
 # all the time, which ranks or backward passes count in it as they should not.
-
-OTHER = "What the ranks hold in the end is not the mean of what they computed."
 
 NOTHING = 1e-9
 """Gradients that are so many times what they should be are zero."""
@@ -90,7 +87,6 @@ def fault_of_reduction(
     names = tuple(name for name in every_wrong if name in differing) or every_wrong
     ranks = tuple(sorted({path.rank for path in bad}))
     where = ranked(ranks, pieces.view.world_size)
-    every = pieces.view.parameters.names
     alike = [
         one
         for path in bad
@@ -100,24 +96,22 @@ def fault_of_reduction(
         for one in path.names
         if one in names
     ]
-    concerned = f"This concerns {of_all(names, every)} on {where}."
+    of_ranks = "" if len(ranks) == pieces.view.world_size else f"This is so on {where}."
     sentence, lines = found.sentence, found.lines
     if len(set(alike)) < len(names):
         others = len(set(alike)) - 1
         which = f"{alike[0]} and {others} more" if others else alike[0]
-        sentence = f"For {which}: {sentence}"
+        sentence = f"For {which}: {sentence}" if sentence else ""
         lines = tuple(
             replace(one, note=f"of {which}: {one.note}") if one.is_fault and one.note else one
             for one in lines
         )
-        concerned = f"{len(names)} of {len(every)} gradients are wrong, on {where}."
-    elif len(names) < len(every):
+    elif sentence and len(names) < len(pieces.view.parameters.names):
         sentence = f"For {names_text(names)}: {sentence}"
-        concerned = f"This is so on {where}."
     return replace(
         found,
         lines=lines,
-        sentence=f"{sentence} {concerned} {_premise(pieces, weight)}",
+        sentence=" ".join(filter(None, (sentence, of_ranks, _premise(pieces, weight)))),
         parameters=names,
         ranks=found.ranks or ranks,
     )
@@ -131,12 +125,12 @@ def _is_right(mix: Mix | None, weight: float | None) -> bool:
 
 
 def _premise(pieces: Pieces, weight: float | None) -> str:
-    """How the big batch is made of the ranks' own gradients."""
-    if weight is None:
-        return OTHER
+    """How the big batch is made of the ranks' own gradients; "" if it is their mean."""
     world_size = pieces.view.world_size
     if world_size == 1:
         return "What backward computed is right, and what the rank holds in the end is not this."
+    if weight is None or abs(weight * world_size - 1) <= SAME_WEIGHT:
+        return ""
     what = of_all_ranks(weight, world_size)
     return f"The big batch is {what} of what the ranks computed before any reduction."
 
@@ -258,7 +252,6 @@ class _Search:
             else ()
         )
         was = self._text(before.mix) if before is not None else ""
-        after = "After backward" if state.call.kind is Kind.BACKWARD else "After the marked line"
         where = f", on {ranked(ranks, self.view.world_size)}," if ranks else ""
         alike = [one for one in self.bad if one.names == path.names]
         same = all(
@@ -273,7 +266,7 @@ class _Search:
             headline,
             f"{first} were {was}. Then{where} {what}, and they were {text}."
             if before is not None
-            else f"{after} the gradients were {text}.",
+            else "",  # the note on the line says it
             distinct(
                 [
                     *lines_only_on(self.view.observed.by_rank, ranks),
@@ -449,7 +442,8 @@ class _Search:
         elif not reduced:
             loops = (innermost_loop(way_to(view, one.first)) for one in exchanged)
             lines += [at(loop, "exchanges tensors", True) for loop in loops]
-            lines += [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
+            if not self._others_are_reduced():
+                lines += [*lines_that_keep_from_reducing(view), *lines_of_no_sync(view)]
         elif copies and not written:
             back = "copy the result back to .grad"
             lines.append(at(line_of(copies[-1]), "reduces a copy of them", True, back))
@@ -545,6 +539,13 @@ class _Search:
             fix,
         )
 
+    def _others_are_reduced(self) -> bool:
+        """True if the rank has other gradients that are reduced: what keeps DDP from reducing would
+        keep it from reducing these, too.
+        """
+        others = (one for one in self.paths if one.rank == self.path.rank and one.states)
+        return any(self._is_shared(one.states[-1]) for one in others)
+
     def _is_shared(self, state: AfterCall) -> bool:
         """True if what other ranks computed is in the gradients by now."""
         if state.mix is None:
@@ -565,7 +566,6 @@ class _Search:
         good, right = self._good(), self.weight
         if right is None and good is not None and good.held is not None:
             right = good.held.uniform
-        ranks, world_size = sorted({one.rank for one in self.bad}), self.view.world_size
         parted: list[PointedLine | None] = [*filter(None, self._where_they_part())]
         lines = parted or [*self._hook_divisors(), *self._all_changes()]
         here = [one for one in self.bad if one.names == self.path.names]
@@ -578,14 +578,15 @@ class _Search:
                 f"{self._numbers_of(held, right)}.",
                 distinct(self._own_factors(here) or lines),
             )
-        times = "" if not right else f" {text_of(weight / right, '.4g')} times the right weight."
-        on = "" if len(ranks) == world_size > 1 else f"On {ranked(ranks, world_size)}, "
-        text = f"all ranks count equally, with{times}" if times else "all ranks count equally."
-        return self._of(
-            "all ranks count equally, with a wrong factor",
-            f"{on}{text}" if on else text.capitalize(),
-            lines,
-        )
+        times = "a wrong factor"
+        if right:
+            times = f"{text_of(weight / right, '.4g')} times the right weight"
+        factors = [one.held.uniform if one.held is not None else None for one in self.bad]
+        if all(factors) and len(_by_number(enumerate(factors))) == 1:
+            found = self._of(f"all ranks count equally, with {times}", "", lines)
+            return replace(found, sentence="")
+        text = f"All ranks count equally, with {times}."
+        return self._of("gradients have wrong factors, not all the same", text, lines)
 
     def _own_factors(self, here: Sequence[Path]) -> list[PointedLine]:
         """The lines that multiply by another number on each rank, and what makes this number."""

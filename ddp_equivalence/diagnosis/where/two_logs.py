@@ -25,6 +25,8 @@ from ddp_equivalence.measurement.measure import OneRank
 PACKING = ("stack", "cat")
 """Operations that put several values into one tensor."""
 
+TO_ONE_RANK = "reduce_"
+
 Given = tuple[Related, Operation | None]
 """How a value is related to that on one rank, and the operation that wrote it."""
 
@@ -39,7 +41,7 @@ class TwoLogs:
     def __init__(
         self, runs: OneRank, sharing: Sharing, rivals: Mapping[Selection, Selection] | None = None
     ) -> None:
-        self.alone = runs.alone
+        self.alone, self._may_own = runs.alone, runs.owned
         self.ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
         self.partners = list(partners(self.alone, self.ranks))
         self.sharing = sharing
@@ -75,7 +77,17 @@ class TwoLogs:
 
     def is_wrong(self, name: str, value: int) -> bool:
         """True if the ranks hold another gradient than one rank, whose value has this number."""
-        return self._related(tuple(one.left.get(name) for one in self.ranks), value).how == "other"
+        left = tuple(one.left.get(name) for one in self.ranks)
+        if None in left and self._may_own:
+            return "whole" not in self._of_single_ranks(left, value)
+        return self._related(left, value).how == "other"
+
+    @property
+    def owned(self) -> bool:
+        """True if a gradient that one rank leaves is on some of the ranks only, as it may be."""
+        return self._may_own and any(
+            name not in one.left for name in self.alone.left for one in self.ranks
+        )
 
     def readers(self, number: int) -> Sequence[int]:
         """The operations that read what this one wrote."""
@@ -218,7 +230,11 @@ class TwoLogs:
         if number in self._left_out:
             return "unknown"
         values = tuple(one.returned[place] for one in self.on_ranks(number))
-        how = self._related(values, self.alone.operations[number].returned[place]).how
+        operation = self.alone.operations[number]
+        alone = operation.returned[place]
+        how = self._related(values, alone).how
+        if operation.name == TO_ONE_RANK and "whole" in self._of_single_ranks(values, alone):
+            return "whole"  # to the others it leaves anything
         how = "other" if how == "extreme" and not self._is_sent(number) else how
         return "positions" if how == "other" and number in self._positions else how
 
@@ -249,6 +265,15 @@ class TwoLogs:
         if alone is None or None in by_rank or len(by_rank) < len(self.ranks):
             return Related("unknown")
         return related(self._values_of(by_rank), self.alone.values[alone], self.sharing)
+
+    def _of_single_ranks(
+        self, by_rank: Sequence[int | None], alone: int | None
+    ) -> Iterator[Relation]:
+        """How the value of each rank alone is related to that of one rank."""
+        for of_rank, number in zip(self.ranks, by_rank, strict=True):
+            if number is not None and alone is not None:
+                everywhere = [of_rank.values[number]] * len(self.ranks)
+                yield related(everywhere, self.alone.values[alone], self.sharing).how
 
     def _values_of(self, by_rank: Sequence[int | None]) -> list[Value]:
         return [

@@ -33,6 +33,7 @@ class Whereabouts:
     ``lines``: in the order in which they ran. ``parameters``, ``ranks``: that are concerned.
     ``fix``: "" if nothing certain can be said. ``is_right_alone``: the same step is right on one
     rank with the whole batch; None if it did not run there, or if the sentence tells it already.
+    ``rounds_in``: it is right there up to the rounding of this dtype; "" if it is nearer.
     ``marks``: what the marked lines are, as a sentence about ">"; "" if their notes say enough.
     ``shows_later``: the marked line is only one in which the fault of another shows, such as that
     of the loss. ``explains_all``: a run on one rank can say no more about it. ``what``: what the
@@ -49,6 +50,7 @@ class Whereabouts:
     ranks: tuple[int, ...] = ()
     fix: str = ""
     is_right_alone: bool | None = None
+    rounds_in: str = ""
     marks: str = ""
     shows_later: bool = False
     explains_all: bool = False
@@ -60,7 +62,8 @@ class Whereabouts:
         if self.is_right_alone is None:
             return ""
         if self.is_right_alone:
-            return RIGHT_ALONE
+            rounded = f", up to rounding in {self.rounds_in}" if self.rounds_in else ""
+            return f"{RIGHT_ALONE[:-1]}{rounded}."
         return WRONG_ALONE_BRIEFLY if self.marks else WRONG_ALONE
 
 

@@ -85,6 +85,16 @@ def windowed(model):
 
 def cross_entropy(output, batch):
     return F.cross_entropy(output, targets(batch))
+
+
+def balance(odds, share):
+    return (odds * share).sum()
+
+
+def balanced(odds, assigned):
+    share = assigned.mean(0)
+    likely = odds.log().mean()
+    return likely + balance(odds, share)
 """
 
 LINES = SOURCE.splitlines()
@@ -125,6 +135,10 @@ def function_at(number: int) -> str:
         ("return kept[self.first :]", ["cache = Cache(kept, first=2 * rank)"]),
         ("return sum(losses)", ["losses.append(counted(one))", "for one in range(len(kept)):"]),
         ("return gradient / self.scale", ["self.scale = 2.0 ** round(loss)"]),
+        (  # the sum to which the function's result is added is not read in it
+            "return (odds * share).sum()",
+            ["return likely + balance(odds, share)", "share = assigned.mean(0)"],
+        ),
     ],
 )
 def test_the_nearest_lines_behind_come_first(

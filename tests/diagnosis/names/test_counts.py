@@ -232,6 +232,27 @@ def test_another_divisor_than_the_weights_of_classes_is_named_with_both() -> Non
     )
 
 
+def by_the_largest_count(model: nn.Module, shard: Any, rank: Any) -> None:
+    """Each rank divides by 18. Two times this is the number of targets, by coincidence."""
+    total = F.mse_loss(model(shard["rows"])[:, 0], shard["rows"][:, 0], reduction="sum")
+    count = torch.tensor(18 - rank.rank)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    value = total / count
+    value.backward()
+    average(model, rank.world_size)
+
+
+def of_one_column(model: nn.Module, examples: Any) -> Tensor:
+    return F.mse_loss(model(examples["rows"])[:, 0], examples["rows"][:, 0])
+
+
+def test_what_each_of_several_ranks_divides_by_is_not_said_to_count_anything() -> None:
+    verdict = check(case(batch=with_classes, loss=of_one_column), by_the_largest_count)
+    report = " ".join(report_of(verdict).split())
+    assert "divided by 18 on each rank, instead of 6; in all there are 12, the elements" in report
+    assert "Fix: divide by 12 / 2 (the elements that it takes the mean of), not by 18." in report
+
+
 def test_a_term_that_is_no_mean_is_not_said_to_have_a_count() -> None:
     verdict = check(case(batch=with_zeros, loss=with_a_spread), under_ddp(with_a_spread))
     assert verdict.outcome == "different"

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import check
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs, lines_of_repairs
 from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.report.cause import how_sure
 from ddp_equivalence.report.verdict import Verdict
 from tests.diagnosis.where.faulty import CASE, average, batch, distance, loss, marked_line, unnamed
 
@@ -250,7 +252,7 @@ def test_a_fix_says_that_the_mean_would_be_wrong_as_well() -> None:
     assert verdict.best.fix.endswith("so something else is wrong, too.")
 
 
-def the_same_rows_on_every_rank(model: Any, batch: Any, rank: Any) -> None:
+def the_same_rows(model: Any, batch: Any, rank: Any) -> None:
     loss(model, {name: leaf[:4] for name, leaf in batch.items()}).backward()
 
 
@@ -258,7 +260,7 @@ def the_same_rows_on_every_rank(model: Any, batch: Any, rank: Any) -> None:
     ("step", "shards"),
     [
         (lambda model, shard, rank: loss(model, shard).backward(), "equal"),
-        (the_same_rows_on_every_rank, "own"),
+        (the_same_rows, "own"),
     ],
 )
 def test_a_fix_does_not_say_so_where_another_one_is_enough(step: Any, shards: str) -> None:
@@ -273,6 +275,84 @@ def test_a_cause_that_was_not_seen_is_not_believed_together_with_a_factor() -> N
     found = verdict.localisation.whereabouts
     assert found is not None
     assert found.headline == "gradients of some ranks are missing"
+
+
+def test_a_cause_beside_another_mistake_does_not_explain_every_element() -> None:
+    assert how_sure(judged(not_reduced_and_another_weight)) == ""
+    assert how_sure(judged(copy_is_reduced)) == "Explains every element."
+
+
+def divided_before_a_copy_is_reduced(model: Any, shard: Any, rank: Any) -> None:
+    (loss(model, shard) / rank.world_size).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad.clone())
+
+
+def copy_is_reduced(model: Any, shard: Any, rank: Any) -> None:
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad.clone())
+
+
+@pytest.mark.parametrize(
+    ("step", "end"),
+    [(divided_before_a_copy_is_reduced, "."), (copy_is_reduced, ", and divide by 4.")],
+)
+def test_a_fix_divides_only_what_the_step_has_not_divided(step: Any, end: str) -> None:
+    verdict = judged(step)
+    assert verdict.causes == ("reduced_buffer_not_used",)
+    assert verdict.best is not None
+    assert verdict.best.fix == f"write what was reduced back into each .grad{end}"
+
+
+# Lines that choose what is read, and what keeps DDP from reducing.
+
+TABLE = torch.linspace(0.5, 1.5, 6)
+
+
+def weighted(model: Any, batch: Any) -> Any:
+    level = TABLE.to(batch["rows"].dtype)[batch["level"]]
+    return (level[:, None] * (model(batch["rows"]) - batch["targets"]).square()).mean()
+
+
+def with_levels(generator: torch.Generator) -> dict[str, Tensor]:
+    return {**batch(generator), "level": torch.randint(6, (16,), generator=generator)}
+
+
+def micro_batches(shard: Any) -> Any:
+    count = len(shard["rows"]) // 3
+    for number in range(count):
+        yield {name: leaf[number * 3 : number * 3 + 3] for name, leaf in shard.items()}  # fault
+
+
+def drops_the_last_example(model: Any, shard: Any, rank: Any) -> None:
+    for micro in micro_batches(shard):
+        (weighted(model, micro) * 3 / 4).backward()
+    average(model)
+
+
+def test_neither_a_line_of_the_case_nor_a_constant_chooses_the_examples() -> None:
+    verdict = judged(drops_the_last_example, replace(CASE, batch=with_levels, loss=weighted))
+    assert verdict.causes == ("examples_dropped",)
+    assert abs(max(marked(verdict)) - marked_line(micro_batches)) <= 2
+    assert min(marked(verdict)) > getsourcelines(micro_batches)[1]
+
+
+def frozen_when_wrapped(model: Any, shard: Any, rank: Any) -> None:
+    """DDP knows nothing of the head; no_sync is for the first half, as it should be."""
+    model.head.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model.head.requires_grad_(True)
+    first, last = ({name: leaf[half::2] for name, leaf in shard.items()} for half in (0, 1))
+    with ddp.no_sync():
+        (loss(ddp, first) / 2).backward()
+    (loss(ddp, last) / 2).backward()
+
+
+def test_no_sync_is_not_marked_where_other_gradients_are_reduced() -> None:
+    verdict = judged(frozen_when_wrapped)
+    assert "no synchronisation inside" not in str(verdict)
+    assert "cut off" not in str(verdict)  # DDP copies weights when it is made
 
 
 # Edits of lines that lie far from each other.

@@ -338,3 +338,22 @@ def test_what_stands_beside_a_gradient_of_zero_is_not_called_infinite() -> None:
     assert verdict.error == float("inf")  # relative to zero
     assert "not finite" not in verdict.full_report()
     assert "not finite" not in str(verdict)
+
+
+DEPRECATED = "mine.py:3: FutureWarning: all_gather is deprecated, use another.\n  all_gather(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_said"),
+    [
+        ("", False),
+        (DEPRECATED, False),
+        (f"{DEPRECATED}step 3\n", True),
+        ("mine.py:3: UserWarning: strides\n", True),
+    ],
+)
+def test_what_ranks_printed_is_mentioned_if_it_may_say_something(
+    printed: str, is_said: bool, verdict: Verdict
+) -> None:
+    text = str(replace(verdict, output={0: printed}))
+    assert ("What the ranks printed" in " ".join(text.split())) == is_said

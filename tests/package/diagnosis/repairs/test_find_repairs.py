@@ -145,7 +145,7 @@ _numbers: list[int] = []
 
 
 def test_the_lines_that_compute_the_big_batch_are_known() -> None:
-    lines = lines_of_the_big_batch(request_of())[__file__]
+    lines = lines_of_the_big_batch(request_of().case)[__file__]
     assert line_with("return F.mse_loss") in lines
     assert line_with("parameter.grad /= rank") not in lines
 

@@ -1,6 +1,7 @@
 """What a module holds can be changed in every place, and is put back as it was."""
 
 from __future__ import annotations
+import __future__
 
 from collections import OrderedDict
 from contextvars import ContextVar
@@ -44,6 +45,14 @@ def module_with_everything() -> Any:
     module.context = ContextVar("context", default=0)
     module.context.set(1)
     return module
+
+
+def test_a_module_holds_the_same_whichever_module_was_imported_before() -> None:
+    """What belongs to Python is in both; ranks would be replaced in vain if the order counted."""
+    first, second = ModuleType("first"), ModuleType("second")
+    for module in (first, second):
+        module.annotations = __future__.annotations  # type: ignore[attr-defined]
+    assert Contents([first, second]).rows["second"] == Contents([second]).rows["second"]
 
 
 def test_everything_that_is_changed_is_put_back() -> None:
