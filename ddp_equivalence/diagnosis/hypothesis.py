@@ -90,8 +90,9 @@ class Hypothesis:
     observations say about the cause; None if they say nothing.
 
     ``mend``: what to write instead, as an imperative on one line, in which ``{ranks}``, ``{nodes}``
-    and ``{examples}`` are their numbers, and ``{divided}`` says to divide by the number of ranks
-    where a mean is right; or a function that writes it. ``lines(view)``: at most
+    and ``{examples}`` are their numbers, ``{averaged}`` says that what is reduced is to be the
+    mean, where the step may have divided it, and ``{divided}`` says to divide by the number of
+    ranks where a mean is right; or a function that writes it. ``lines(view)``: at most
     three lines of the user's code that show what happened, in the order in which they ran; they are
     asked for only if the cause is believed. ``guess``: the beginning of what a report says instead
     of the sentence and the headline, unless the cause was ``seen(view)``.
@@ -141,6 +142,7 @@ class Hypothesis:
             nodes=view.setting.layout.nodes,
             examples=view.setting.example_count,
             divided=divided_by_ranks(view),
+            averaged=", as the mean over all ranks" if divided_by_ranks(view) else "",
         )
 
 

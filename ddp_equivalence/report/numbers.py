@@ -337,12 +337,22 @@ def held(verdict: Verdict) -> list[Item | Line]:
         return [Line(cut(text, width))] if apart else []
     words = [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
     right = [one for one in comparison.parameters if one.same]
-    if right and all(one.ranks_agree for one in right):
-        differing = [one.name for one in comparison.differing]
+    differing = [one.name for one in comparison.differing]
+    if right and all(one.ranks_agree for one in right) and _tells_more(verdict, differing):
         words.append(Line(cut(f"  {only_in(differing, width - 2)}", width)))
     if shares is not None and can_be_shown(shares) and not all_are_right(shares):
         return [ShareTable(shares, verdict.case.ranks.world_size, words)]
     return list(words)
+
+
+def _tells_more(verdict: Verdict, names: Sequence[str]) -> bool:
+    """True if these names say more than the number of parameters that differ, and the name of the
+    worst one, and stand nowhere above.
+    """
+    best, found = verdict.best, verdict.localisation.whereabouts
+    told = "" if best is None else best.detail
+    told += "" if best is not None or found is None else found.sentence
+    return 1 < len(names) <= MOST_NAMES and not all(name in told for name in names)
 
 
 def _structure(comparison: Comparison) -> list[str]:
@@ -427,7 +437,7 @@ def _off_by(comparison: Comparison) -> str:
         for off, ranks in groups
     ]
     is_all = len(comparison.differing) == len(comparison.parameters)
-    where = "" if is_all else " in these parameters"
+    where = "" if is_all else " in the parameters that differ"
     text = text.replace(" by ", f" {verb} off by ", 1) + f" of the big batch's norm{where}"
     text = listed([text, *others], MOST_GROUPS)
     return f"{text[:1].upper()}{text[1:]}."

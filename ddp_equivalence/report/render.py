@@ -272,6 +272,13 @@ def _what(verdict: Verdict) -> str:
         return "names, shapes or types are not those of the big batch"
     if wrong is not None and wrong.differs != "gradients":
         return wrong.headline
+    repaired = next(lines_of_repairs(verdict.repairs), None)
+    if (
+        repaired is not None
+        and repaired.is_fault
+        and not _is_near(repaired, _lines_of_cause(verdict))
+    ):
+        return f"a change in line {repaired.line.number} makes all gradients right"
     if found is not None and found.kind != "not seen":
         return found.headline
     return "no known cause fits" if wrong is None else wrong.headline
@@ -324,11 +331,15 @@ def _apart(pointed: Sequence[PointedLine]) -> list[PointedLine]:
     """The lines, those last that are near an earlier one."""
     apart, near = list[PointedLine](), list[PointedLine]()
     for one in pointed:
-        places = [_place(other) for other in apart]
-        around = range(one.line.number - NEAR, one.line.number + NEAR + 1)
-        is_near = any((one.line.file, number) in places for number in around)
-        (near if is_near else apart).append(one)
+        (near if _is_near(one, apart) else apart).append(one)
     return [*apart, *near]
+
+
+def _is_near(one: PointedLine, others: Sequence[PointedLine]) -> bool:
+    """True if one of the others is on the same line, or near it."""
+    places = [_place(other) for other in others]
+    around = range(one.line.number - NEAR, one.line.number + NEAR + 1)
+    return any((one.line.file, number) in places for number in around)
 
 
 def _place(pointed: PointedLine) -> tuple[str, int]:

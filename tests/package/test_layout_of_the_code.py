@@ -19,14 +19,14 @@ BUDGETS = {
     "checking": 677,
     "commands": 5_908,
     "comparison": 1_744,
-    "diagnosis": 20_693,
+    "diagnosis": 20_754,
     "faults": 2_134,
     "gate": 1_971,
     "measurement": 7_874,
     "observed_scripts": 8_064,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
-    "report": 5_102,
+    "report": 5_123,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a

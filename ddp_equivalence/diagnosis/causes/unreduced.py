@@ -528,7 +528,7 @@ NO_GRADIENT_REDUCED = (
         held=_copies_alone,
         indication=_copies_not_used,
         lines=_lines_of_copies,
-        mend="write what was reduced back into each .grad{divided}.",
+        mend="write what was reduced back into each .grad{averaged}.",
     ),
     _unreduced(
         name="no_all_reduce",

@@ -505,9 +505,8 @@ def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
 def _setters(
     run: RunLines, line: CodeLine, part: ast.expr | None
 ) -> Iterator[tuple[str, str, CodeLine, ast.expr | None]]:
-    """What a line reads, which line "sets" it, or "passes" it to the function, and as which of its
-    expressions. Attributes come first, since they are set far away. ``part``: of the line, if only
-    this is read.
+    """What a line, or this part of it, reads, which line "sets" it, or "passes" it, and as which of
+    its expressions. Attributes come first, since they are set far away.
     """
     place, origins = place_at(line), Origins(run)
     if place is None:
@@ -515,11 +514,12 @@ def _setters(
     nodes = list(_in_head(place.statement))
     called = {id(one.func) for one in nodes if isinstance(one, ast.Call)}
     owners = {id(one.value) for one in nodes if id(one) not in called and _gives_no_values(one)}
+    sizes = [one for one in nodes if called_name(one) in ("len", "size", "numel")]
+    owners |= {id(part) for one in sizes for part in ast.walk(one)}
     if line.number > place.statement.lineno:  # of a statement of several lines
         begin = (one for one in nodes if getattr(one, "lineno", 0) == line.number)
         nodes = [node for one in begin for node in ast.walk(one)] or nodes
-    if part is not None:
-        nodes = list(ast.walk(part))
+    nodes = nodes if part is None else list(ast.walk(part))
     read = [one for one in nodes if isinstance(getattr(one, "ctx", None), ast.Load)]
     read = [one for one in read if id(one) not in owners]
     for node in read:
@@ -586,7 +586,7 @@ def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, Cod
     return "sets", name, given.line
 
 
-OF_NO_VALUES = frozenset({"grad", "data", "shape"})
+OF_NO_VALUES = frozenset({"grad", "data", "shape", "device", "dtype"})
 """Attributes of a tensor that are not made of its values by an operation."""
 
 

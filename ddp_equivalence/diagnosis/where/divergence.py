@@ -89,7 +89,8 @@ class BesideOneRank:
     ``is_left_by_backward``: what it leaves is what backward has computed. ``ignoring``: the
     parameters whose gradients do not depend on how the loss is scaled, on one rank or on others.
     ``unread``: the examples that no rank reads. ``lines_of_case``: file -> the lines that compute
-    the big batch as well.
+    the big batch as well. ``left_unreduced``: the calls of backward after which each rank has left
+    its own gradients as they were.
     """
 
     is_right_alone: bool | None
@@ -106,6 +107,7 @@ class BesideOneRank:
     ignoring: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()
     lines_of_case: Mapping[str, set[int]] = field(default_factory=dict)
+    left_unreduced: tuple[CodeLine, ...] = ()
 
     def is_right(self, line: CodeLine) -> bool:
         """True for a line of the case's own: it computes the big batch, which is right."""
@@ -191,7 +193,8 @@ def _compared(
     )
     logs = logs_of(runs, sharing)
     found = divergences(logs, lambda: rows_of_the_loss(view))
-    return BesideOneRank(True, 1.0, rounds_in, found, cuts, past_autograd(logs))
+    beside = BesideOneRank(True, 1.0, rounds_in, found, cuts, past_autograd(logs))
+    return replace(beside, left_unreduced=tuple(dict.fromkeys(left_unreduced(logs))))
 
 
 def _is_seed(run: Operations, operation: Operation) -> bool:
@@ -365,7 +368,8 @@ class Divergence:
     rank, an element of its result, and what one rank has at this place, if ranks have parts.
     ``runs``: how often its line runs it on each rank, and last on one rank, if that tells.
     ``unreduced``: the backward passes that left what it is given: each rank's own gradient.
-    ``given``: how what it is given is related to that on one rank.
+    ``given``: how what it is given is related to that on one rank, with the lines where this was
+    made.
     """
 
     operation: Operation
@@ -380,17 +384,24 @@ class Divergence:
     apart: tuple[int, float, float] | None = None
     runs: tuple[int, ...] = ()
     unreduced: tuple[CodeLine, ...] = ()
-    given: frozenset[Relation] = frozenset()
+    given: tuple[tuple[Relation, CodeLine | None], ...] = ()
 
     @property
     def reads_parts(self) -> bool:
-        """True if it is given parts of a sum or mean, one on each rank."""
-        return "sum" in self.given
+        """True if it is given parts of a sum or mean, one on each rank, and joins none of them."""
+        return not self.operation.talks and any(how == "sum" for how, _ in self.given)
+
+    @property
+    def parts_made_at(self) -> list[CodeLine]:
+        """The other lines that made such parts."""
+        made = [line for how, line in self.given if how == "sum" and line is not None]
+        return [one for one in dict.fromkeys(made) if one != self.operation.line]
 
     @property
     def is_given_right_values(self) -> bool:
-        """True if it is given the rows of each rank, or what all have, and no number of Python."""
-        return bool(self.given) and self.given <= {"whole", "rows"} and not self.operation.numbers
+        """True if what other lines made is the rows of each rank, or what all have; no number."""
+        of_others = {how for how, line in self.given if line != self.operation.line}
+        return bool(self.given) and of_others <= {"whole", "rows"} and not self.operation.numbers
 
 
 def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Divergence, ...]:
@@ -415,6 +426,15 @@ def divergences(logs: TwoLogs, rows: Callable[[], Rows] = Rows) -> tuple[Diverge
     weighted = _divergences(logs.without(means), wrong, rows)
     is_made = any(one.is_certain and not one.operation.in_backward for one in weighted)
     return weighted if is_made else found
+
+
+def left_unreduced(logs: TwoLogs) -> Iterator[CodeLine]:
+    """The calls of backward after which each rank has left its own part of a gradient."""
+    for name, number in logs.alone.results.items():
+        if name in logs.alone.left and logs.is_part(name, logs.alone.left[name]):
+            made = [logs.alone.operations[one] for one in sorted(behind(logs.alone, [number]))]
+            lines = [one.line for one in made if one.in_backward and one.line is not None]
+            yield from lines[-1:]
 
 
 def makes_a_mean(operation: Operation) -> bool:
@@ -587,7 +607,10 @@ class _Search:
             joined=self._joined(number),
             apart=self._logs.apart(by_rank, alone),
             unreduced=tuple(self._unreduced(number)),
-            given=frozenset(given for given, _ in self._logs.given(number)),
+            given=tuple(
+                (how, None if one is None or one.in_backward else one.line)
+                for how, one in self._logs.given(number)
+            ),
         )
 
     def _unreduced(self, number: int) -> Iterator[CodeLine]:

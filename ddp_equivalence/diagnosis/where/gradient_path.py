@@ -107,6 +107,7 @@ class Mixtures:
 # A mixture of the ranks' own gradients, in words.
 
 MOST_RANKS_NAMED = 6
+OWN = "the rank's own gradient"
 
 
 def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
@@ -138,7 +139,7 @@ def mix_text(mix: Mix | None, pieces: Pieces, rank: int | None = None) -> str:
     if max(values) - min(values) <= SAME_WEIGHT * most:
         times = "" if abs(values[0] - 1) <= SAME_WEIGHT else f"{text_of(values[0], '.4g')} times "
         if counted == [rank]:
-            return f"{times}the rank's own gradient"
+            return f"{times}{OWN}"
         what = "the own gradient" if len(counted) == 1 else "the sum of the own gradients"
         return f"{times}{what} of {ranked(counted, world_size)}"
     shown = [

@@ -65,6 +65,7 @@ OTHER_GRADIENTS = "backward gives other gradients than on one rank"
 OTHER_IN_BACKWARD = "backward gives other gradients than the loss of the case"
 
 OWN_LEFT = "leaves the own gradients of each rank"
+OWN_PART = "makes each rank's own part of a sum or mean"
 MULTIPLE = "a multiple of the value on one rank here"
 
 
@@ -207,6 +208,8 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
     if _is_only_backward(beside):
         return _with_backward(found, beside, view)
     pointed = lines_of_divergences(beside, view)
+    if found.kind == "not seen" and beside.left_unreduced:
+        return _with_unreduced(found, beside, view)
     if not pointed:
         return replace(found, is_right_alone=beside.is_right_alone)
     found = _with_lines(found, beside, pointed, view)
@@ -229,6 +232,18 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
         kind="own gradient" if _before_reduction(first) else "reduction",
         headline=headline,
         sentence=told.format(number),
+    )
+
+
+def _with_unreduced(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    left = [PointedLine(line, OWN_LEFT) for line in beside.left_unreduced]
+    return replace(
+        found,
+        kind="reduction",
+        headline="gradients are not reduced",
+        sentence="Each rank leaves its own gradients; one rank has the mean or sum of them.",
+        lines=first_of_each_line([*lines_of_no_sync(view), *left]),
+        is_right_alone=True,
     )
 
 
@@ -275,9 +290,12 @@ def _with_lines(
     backwards = {one.line for one in view.observed.calls.backwards}
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
-    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
-    if pointed[0].is_fault and beside.divergences[0].is_given_right_values:
-        behind = []  # they made what is right
+    first = beside.divergences[0]
+    parts = [] if first.unreduced or first.operation.numbers else first.parts_made_at
+    own = [one for one in parts if not beside.is_right(one)] or parts
+    behind = [PointedLine(line, OWN_PART) for line in own]
+    if not behind and not (pointed[0].is_fault and first.is_given_right_values):
+        behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
     notes = {one.line: one.note for one in found.lines if one.note}
     only_ranks = {one.operation.line for one in beside.divergences if one.alone is None}
     pointed = [
@@ -294,7 +312,7 @@ def _with_lines(
         return replace(found, lines=lines, is_right_alone=True)
     seen = [replace(one, is_fault=False) for one in faults]
     is_marked = any(one.is_fault for one in pointed)
-    if is_marked and found.shows_later and beside.divergences[0].alone is not None:
+    if is_marked and found.shows_later and first.alone is not None:
         others = []  # they are the loss, and what is behind it
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
     marks = LOOK_FIRST if is_marked else ""
@@ -328,13 +346,21 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
             is_right = is_call or _is_a_mean(one) or beside.is_right(one.operation.line)
             tells_nothing = is_call and one.joined is None and one.alone is not None
             note = OTHER_GRADIENTS if tells_nothing else _note_of_divergence(one, view.world_size)
-            is_fault = one.is_certain and not is_right
+            is_fault = one.is_certain and not is_right and not _has_no_part(one)
             leads_away = bool(lines) and is_right and not one.is_certain  # it only looks wrong
             if not leads_away:
                 lines.append(PointedLine(one.operation.line, note, is_fault))
             lines += [PointedLine(line, OWN_LEFT) for line in dict.fromkeys(one.unreduced)]
         lines += [PointedLine(line, MULTIPLE) for line in one.multiples if line not in backwards]
     return first_of_each_line(lines)
+
+
+def _has_no_part(divergence: Divergence) -> bool:
+    """True if the ranks have no part of what one rank has: they may pad to another length."""
+    alone = divergence.alone
+    if alone is None or divergence.apart is not None or divergence.joined is not None:
+        return False
+    return any(one.shape != alone.shape for one in divergence.by_rank)
 
 
 def _is_a_mean(divergence: Divergence) -> bool:
@@ -378,7 +404,7 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
         at, *numbers = divergence.apart
         ours, theirs = (text_of(one, ".3g") for one in numbers)
         return f"{name}: rank {at} has {ours}, and one rank {theirs} there"
-    if any(part.shape != whole.shape for part in parts):
+    if _has_no_part(divergence):
         return f"{name}: on some ranks no part of one rank's value"
     element = 0
     if whole.numel() > 1:

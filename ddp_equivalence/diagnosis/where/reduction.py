@@ -25,6 +25,7 @@ from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.reduced import groups_text
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.where.gradient_path import (
+    OWN,
     SAME_WEIGHT,
     SPARE,
     AfterCall,
@@ -90,9 +91,7 @@ def fault_of_reduction(
     alike = [
         one
         for path in bad
-        if path is search.path
-        or went_alike(path, search.path)
-        or (path.lines == search.path.lines and not search.is_known(path))
+        if path is search.path or went_alike(path, search.path)
         for one in path.names
         if one in names
     ]
@@ -261,12 +260,11 @@ class _Search:
             for one in alike
         )
         first = "First the gradients" if same else f"On rank {path.rank} the gradients first"
+        sentence = f"{first} were {was}. Then{where} {what}, and they were {text}."
         return Whereabouts(
             "reduction",
             headline,
-            f"{first} were {was}. Then{where} {what}, and they were {text}."
-            if before is not None
-            else "",  # the note on the line says it
+            "" if was in ("", OWN) else sentence,  # the note on the line says the rest
             distinct(
                 [
                     *lines_only_on(self.view.observed.by_rank, ranks),
@@ -360,7 +358,7 @@ class _Search:
         whose = None if alike and len(held) > 1 else self.path.rank
         text = mix_text(self.path.held, self.pieces, whose)
         last = [
-            pointed(one, f"after it{on}: {mix_text(one.mix, self.pieces, whose)}")
+            pointed(one, f"after it{self._where(one)}: {mix_text(one.mix, self.pieces, whose)}")
             for one in self.path.states[: -MOST_SHOWN // 2 : -1]
             if not known or one.call.kind is not Kind.BACKWARD or self._is_shared(one)
         ]
@@ -375,6 +373,13 @@ class _Search:
             ranks=ranks,
             shows_later=is_vague,
         )
+
+    def _where(self, state: AfterCall) -> str:
+        """Of which rank a state is, as the end of a clause; "" if others are in the same state."""
+        number, mine = self.path.states.index(state), self.path
+        alike = [one for one in self.bad if one.names == mine.names and len(one.states) > number]
+        is_alike = all(same_mix(one.states[number].mix, state.mix) for one in alike)
+        return "" if is_alike else f", on rank {mine.rank}"
 
     def _good(self) -> Path | None:
         """Right gradients on the same rank, or on another one."""

@@ -82,6 +82,10 @@ class TwoLogs:
             return "whole" not in self._of_single_ranks(left, value)
         return self._related(left, value).how == "other"
 
+    def is_part(self, name: str, value: int) -> bool:
+        """True if each rank holds a part of one rank's gradient, whose value has this number."""
+        return self._related(tuple(one.left.get(name) for one in self.ranks), value).how == "sum"
+
     @property
     def owned(self) -> bool:
         """True if a gradient that one rank leaves is on some of the ranks only, as it may be."""

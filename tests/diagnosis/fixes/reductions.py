@@ -559,7 +559,7 @@ def freezes_on_one_rank(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "reduced_buffer_not_used",
-    "write what was reduced back into each .grad, and divide by 2.",
+    "write what was reduced back into each .grad, as the mean over all ranks.",
     {"flat /= rank.world_size": "vector_to_parameters(flat / rank.world_size, gradients)"},
 )
 def does_not_copy_back(model: Any, shard: Batch, rank: Rank) -> None:
@@ -572,7 +572,7 @@ def does_not_copy_back(model: Any, shard: Batch, rank: Rank) -> None:
 
 @shows(
     "reduced_buffer_not_used",
-    "write what was reduced back into each .grad, and divide by 2.",
+    "write what was reduced back into each .grad, as the mean over all ranks.",
     {"mean = mean / rank.world_size": "parameter.grad = mean / rank.world_size"},
 )
 def reduces_clones(model: Any, shard: Batch, rank: Rank) -> None:

@@ -298,7 +298,7 @@ REDUCTION, OWN, BIG_BATCH = "reduction", "own gradient", "big batch"
 @pytest.mark.parametrize(
     ("case", "step", "kind", "ranks", "parameters", "words"),
     [
-        (CASE, maximum_instead_of_sum, REDUCTION, EVERY, 8, "all_reduce with MAX over all ranks"),
+        (CASE, maximum_instead_of_sum, REDUCTION, EVERY, 8, "reduced with MAX"),
         (CASE, rank_returns_early, REDUCTION, EVERY, 8, "What rank 3 computed is not in these"),
         (CASE, reduced_to_one_rank, REDUCTION, (1, 2, 3), 8, "reduce with SUM"),
         (CASE, broadcast_before_it_is_reduced, REDUCTION, EVERY, 1, "the marked line replaced it"),

@@ -296,7 +296,7 @@ def copy_is_reduced(model: Any, shard: Any, rank: Any) -> None:
 
 @pytest.mark.parametrize(
     ("step", "end"),
-    [(divided_before_a_copy_is_reduced, "."), (copy_is_reduced, ", and divide by 4.")],
+    [(divided_before_a_copy_is_reduced, "."), (copy_is_reduced, ", as the mean over all ranks.")],
 )
 def test_a_fix_divides_only_what_the_step_has_not_divided(step: Any, end: str) -> None:
     verdict = judged(step)
