@@ -31,7 +31,16 @@ from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.random_state import seeded, step_seed
-from ddp_equivalence.case.training import AtSteps, Compare, GradientKey, Stepping, Steps, Training
+from ddp_equivalence.case.training import (
+    AtSteps,
+    Compare,
+    GradientKey,
+    Settings,
+    Stepping,
+    Steps,
+    Training,
+    settings_of,
+)
 
 Loss = Callable[[nn.Module, Any], Any]
 """A user's loss: (model, batch) -> scalar tensor."""
@@ -49,6 +58,7 @@ class Reference:
     ``after_clipping``: gradients are those after clipping. ``buffers``: what the buffers of the
     model hold afterwards, and the tensors that its modules keep. ``why_not_float64``: what the loss
     raised in float64, if the big batch was therefore computed in the precision of the case.
+    ``settings``: with which optimizers step each parameter.
     """
 
     case: Case
@@ -63,6 +73,7 @@ class Reference:
     after_clipping: bool = False
     buffers: dict[str, Tensor] = field(default_factory=dict)
     why_not_float64: str = ""
+    settings: dict[GradientKey, Settings] = field(default_factory=dict)
 
     @property
     def computed_in(self) -> torch.dtype | None:
@@ -94,6 +105,7 @@ def big_batch(
     batches = batches_of_steps(case, whole, sizes)
     every = {name: p.dtype for name, p in model.named_parameters()}
     dtypes = {name: every[name] for name, p in model.named_parameters() if p.requires_grad}
+    settings: dict[GradientKey, Settings] = {}
     trained = partial(
         train,
         case,
@@ -101,6 +113,7 @@ def big_batch(
         training=training,
         at_each_step=at_each_step,
         after_clipping=after_clipping,
+        settings=settings,
     )
     why_not_float64 = ""
     try:
@@ -127,6 +140,7 @@ def big_batch(
         after_clipping=after_clipping,
         buffers=copied_state(model),
         why_not_float64=why_not_float64,
+        settings=settings,
     )
 
 
@@ -139,18 +153,20 @@ def train(
     loss: Loss | None = None,
     at_each_step: bool = False,
     after_clipping: bool = False,
+    settings: dict[GradientKey, Settings] | None = None,
 ) -> tuple[dict[GradientKey, Tensor | None], list[float]]:
     """Run forward and backward once for each big batch, with an optimizer's step between two.
 
     Returns the gradients of every step (or, with ``compare="update"``, how far all steps together
     moved the weights) and the loss of every step. ``at_each_step``: the weights are compared after
     each step. ``after_clipping``: the gradients are those that the optimizer steps with. If
-    ``loss`` is None, the case's own is used.
+    ``loss`` is None, the case's own is used. ``settings`` get those with which optimizers step.
     """
     if training.is_of_the_user:
         keep = compare == "gradients"
         at_steps = AtSteps(keep, after_clipping) if at_each_step else None
-        return train_by_own_reference(case, model, batches, training, at_steps), []
+        seen = {} if settings is None else settings
+        return train_by_own_reference(case, model, batches, training, at_steps, seen), []
     before: dict[str, Tensor] = {}
     if compare == "update":
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -170,6 +186,10 @@ def train(
         if compare == "gradients" and after_clipping:
             found |= {(step, name): _kept(p.grad, training) for name, p in model.named_parameters()}
         if compare == "update" or step + 1 < len(batches):
+            for one in steppers:
+                if settings is not None and isinstance(one, torch.optim.Optimizer):
+                    own = settings_of(one, dict(model.named_parameters()))
+                    settings |= {(step, name): of_one for name, of_one in own.items()}
             _take_step(model, training, steppers)
         if compare == "update" and (at_each_step or step + 1 == len(batches)):
             key = step if at_each_step else 0

@@ -27,6 +27,7 @@ from ddp_equivalence.case.training import (
     REFERENCE,
     AtSteps,
     GradientKey,
+    Settings,
     StepRecord,
     Steps,
     Training,
@@ -391,8 +392,9 @@ def train_by_own_reference(
     batches: Sequence[Any],
     training: Training,
     at_steps: AtSteps | None,
+    settings: dict[GradientKey, Settings],
 ) -> dict[GradientKey, Tensor | None]:
-    """Call the user's reference once for each big batch.
+    """Call the user's reference once for each big batch. ``settings`` get those of its optimizers.
 
     Returns how far the weights have moved at the end; or what ``at_steps`` asks for at each step of
     an optimizer: how far they have moved until then, or the gradients. Raises BadCase if the
@@ -413,6 +415,7 @@ def train_by_own_reference(
     except Exception as error:
         right = f"{REFERENCE}; {it_raised(error)}"
         raise BadCase("reference", name, right) from error
+    settings |= record.settings
     if at_steps is not None and at_steps.gradients:
         return dict(record.gradients)
     moved = {(0, one): p.detach() for one, p in model.named_parameters()}

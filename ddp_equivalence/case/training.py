@@ -200,6 +200,39 @@ def update_of(weight: Tensor, before: Tensor | None, frozen: bool) -> Tensor | N
     return None if frozen and bool((weight == before).all()) else weight - before
 
 
+Settings = Mapping[str, object]
+"""With what an optimizer steps a parameter: its class, learning rate, weight decay, and so on."""
+
+
+OF_NO_MATTER = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Of a group of parameters: what does not decide how far they move."""
+
+
+def settings_of(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Settings]:
+    """Parameter name -> the settings with which this optimizer steps it."""
+    names = {id(one): name for name, one in parameters.items()}
+    found: dict[str, Settings] = {}
+    for group in optimizer.param_groups:
+        values = {key: _plain(value) for key, value in group.items() if key not in OF_NO_MATTER}
+        settings = {"optimizer": type(optimizer).__name__} | {
+            key: value for key, value in values.items() if value is not None
+        }
+        own = (names[id(one)] for one in group["params"] if id(one) in names)
+        found.update(dict.fromkeys(own, settings))
+    return found
+
+
+def _plain(value: object) -> object:
+    """The number, text or tuple of numbers; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        return tuple(value) if all(isinstance(one, int | float) for one in value) else None
+    return value if isinstance(value, bool | int | float | str) else None
+
+
 def step_count(steps: Steps) -> int:
     """The number of big batches, which is the number of training steps."""
     return steps if isinstance(steps, int) else len(steps)
@@ -309,8 +342,9 @@ class StepRecord(StepCount):
     ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
     copies, by step and name. Of the gradients, those that the optimizers of the step were given.
     ``clips``: the calls of torch that clipped gradients. ``steps_copies``: an optimizer stepped
-    none of the model's own parameters, but copies such as one flat tensor. ``whole`` makes
-    gradients whole where they are sharded, and ``weights`` reads the weights so.
+    none of the model's own parameters, but copies such as one flat tensor. ``settings``: with which
+    the optimizers step each parameter. ``whole`` makes gradients whole where they are sharded, and
+    ``weights`` reads the weights so.
     """
 
     def __init__(
@@ -334,6 +368,7 @@ class StepRecord(StepCount):
         self._clipping = Clipping()
         self.clips = self._clipping.calls
         self.steps_copies = False
+        self.settings: dict[GradientKey, Settings] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -356,6 +391,8 @@ class StepRecord(StepCount):
         its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
         owned = {name: one for name, one in parameters.items() if id(one) in its_own}
         self.steps_copies |= not owned
+        own = settings_of(optimizer, parameters)
+        self.settings |= {(self.count - 1, name): one for name, one in own.items()}
         if not self._at_steps.gradients:
             return
         named = owned or parameters

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import isclose
 
 from ddp_equivalence.case.build import build_model, build_whole_batch, trains_with_dropout
-from ddp_equivalence.case.training import ClipCall, Compare
+from ddp_equivalence.case.training import ClipCall, Compare, GradientKey, Settings
 from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis import draws, localisation
 from ddp_equivalence.diagnosis.examples_read import order_read
 from ddp_equivalence.diagnosis.shares import kept_elements
@@ -17,7 +19,7 @@ from ddp_equivalence.diagnosis.view import expected_of
 from ddp_equivalence.measurement.measure import at_work, measure, where_in_float32
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.report.verdict import Verdict, WrongStep
+from ddp_equivalence.report.verdict import OtherSetting, Verdict, WrongStep
 
 # Judges a step that trains at each step of its optimizer.
 #
@@ -28,6 +30,8 @@ from ddp_equivalence.report.verdict import Verdict, WrongStep
 
 Judge = Callable[[Request], Verdict]
 
+SAME_SETTING = 1e-9
+
 
 @dataclass(frozen=True)
 class _AtEachStep:
@@ -35,7 +39,8 @@ class _AtEachStep:
 
     ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: the
     different calls by which torch clipped gradients. ``steps_copies``: an optimizer stepped copies
-    of the parameters.
+    of the parameters. ``settings``: by rank, with which optimizers stepped each parameter, and
+    ``of_reference``, with which those of the reference did.
     """
 
     comparison: Comparison
@@ -43,10 +48,37 @@ class _AtEachStep:
     expected: int
     clips: frozenset[ClipCall]
     steps_copies: bool
+    settings: Mapping[int, Mapping[GradientKey, Settings]]
+    of_reference: Mapping[GradientKey, Settings]
 
     @property
     def counts_agree(self) -> bool:
         return set(self.made) == {self.expected}
+
+    def other_settings(self, step: int) -> tuple[OtherSetting, ...] | None:
+        """The settings in this step of the first rank of which some are not those of the reference;
+        None if they are not known.
+        """
+        right = {name: one for (number, name), one in self.of_reference.items() if number == step}
+        if not right or not any(self.settings.values()):
+            return None
+        for rank, own in sorted(self.settings.items()):
+            names: dict[str, list[str]] = {}
+            for name, theirs in right.items():
+                mine = own.get((step, name), {})
+                for option in (one for one in theirs if one in mine):
+                    if not _is_same(mine[option], theirs[option]):
+                        here, there = (_shown(one[option]) for one in (mine, theirs))
+                        on = f" on rank {rank}" if rank else ""
+                        what = f"{option} is {here}{on}, and {there} in the reference"
+                        names.setdefault(what, []).append(name)
+            if names:
+                every = len(right)
+                most_first = sorted(names.items(), key=lambda one: -len(one[1]))
+                return tuple(
+                    (what, tuple(of) if len(of) < every else ()) for what, of in most_first
+                )
+        return ()
 
     @property
     def first_wrong(self) -> int | None:
@@ -177,7 +209,8 @@ def _at_first_wrong_step(verdict: Verdict, by_gradients: Verdict, weights: _AtEa
         return verdict
     if wrong is None:
         return _without_cause(verdict, WrongStep(None, "afterwards", made, expected))
-    return _without_cause(verdict, WrongStep(wrong + 1, "weights", made, expected))
+    other = weights.other_settings(wrong)
+    return _without_cause(verdict, WrongStep(wrong + 1, "weights", made, expected, other))
 
 
 def _of_step(verdict: Verdict, step: int) -> Comparison | None:
@@ -204,8 +237,26 @@ def _compared(request: Request, compare: Compare) -> _AtEachStep:
     made = (one.optimizer_steps for _, one in sorted(measured.evidence.items()))
     steps = {step for step, _ in expected.reference.expected}
     clips = frozenset(call for one in measured.evidence.values() for call in one.clips)
-    copies = any(one.steps_copies for one in measured.evidence.values())
-    return _AtEachStep(measured.comparison, tuple(made), len(steps), clips, copies)
+    return _AtEachStep(
+        measured.comparison,
+        tuple(made),
+        len(steps),
+        clips,
+        steps_copies=any(one.steps_copies for one in measured.evidence.values()),
+        settings={rank: one.settings for rank, one in measured.evidence.items()},
+        of_reference=expected.reference.settings,
+    )
+
+
+def _is_same(one: object, other: object) -> bool:
+    """True if two settings are the same; learning rates may be computed otherwise."""
+    if isinstance(one, float) and isinstance(other, float):
+        return isclose(one, other, rel_tol=SAME_SETTING)
+    return one == other
+
+
+def _shown(setting: object) -> str:
+    return text_of(setting, ".6g") if isinstance(setting, float) else str(setting)
 
 
 def _sizes(request: Request) -> tuple[int, ...]:

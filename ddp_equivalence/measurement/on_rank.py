@@ -30,6 +30,7 @@ from ddp_equivalence.case.training import (
     ClipCall,
     Clipping,
     GradientKey,
+    Settings,
     StepCount,
     StepRecord,
     update_of,
@@ -136,11 +137,10 @@ def _run_step(
         gradients = run_of_step.train(Task(case, model, rank, shards, notes, work.steps), given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
-    collectives = new_collectives()
+    collectives, dealt = new_collectives(), [one.indices[rank.rank] for one in shards]
     observed = observer.found(gradients, collectives) if observer else None
-    dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     return gradients, Evidence(
-        examples=dealt,
+        examples=None if case.shards == OWN else tuple(dealt),
         data=data,
         inputs=called.arguments,
         came_back=called.came_back,
@@ -166,6 +166,7 @@ def _run_step(
         optimizer_steps=run_of_step.optimizer_steps,
         clips=run_of_step.clips,
         steps_copies=run_of_step.steps_copies,
+        settings=run_of_step.settings,
     )
 
 
@@ -260,6 +261,7 @@ class RunOfStep:
         self.optimizer_steps = 0
         self.clips: tuple[ClipCall, ...] = ()
         self.steps_copies = False
+        self.settings: Mapping[GradientKey, Settings] = {}
 
     def train(self, task: Task, given: list[Any]) -> dict[GradientKey, Tensor | None]:
         """Run all steps; return the gradients that each step leaves, or the updates."""
@@ -318,6 +320,7 @@ class RunOfStep:
         self.optimizer_steps = count.seen if record is None else record.count
         self.clips = () if record is None else tuple(record.clips)
         self.steps_copies = record is not None and record.steps_copies
+        self.settings = {} if record is None else record.settings
         if record is None:
             if returned is None:
                 return in_first_step(self._held.updates(before))

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.random_state import Seeds
-from ddp_equivalence.case.training import ClipCall, Compare, GradientKey, Steps, Training
+from ddp_equivalence.case.training import (
+    ClipCall,
+    Compare,
+    GradientKey,
+    Settings,
+    Steps,
+    Training,
+)
 from ddp_equivalence.comparison.gradients import Description, Digests, ElementSample
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.measurement.observation import Observation
@@ -103,7 +110,7 @@ class Evidence:
     together count as one where what is compared is taken at each of their steps. ``clips``: the
     calls by which torch clipped gradients, in a step that is judged at each step of its optimizer;
     otherwise those whose gradients are compared as they were before. ``steps_copies``: an optimizer
-    stepped copies of the parameters, in such a step.
+    stepped copies of the parameters, in such a step, and ``settings`` with which each stepped.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -132,6 +139,7 @@ class Evidence:
     optimizer_steps: int = 0
     clips: tuple[ClipCall, ...] = ()
     steps_copies: bool = False
+    settings: Mapping[GradientKey, Settings] = field(default_factory=dict)
 
 
 # Whether a rank can call a step, and with what: model, shard and rank; or first model and rank.

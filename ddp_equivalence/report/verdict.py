@@ -15,6 +15,7 @@ from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.divisors import Divisors
+from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs
 from ddp_equivalence.diagnosis.shares import NoShares, Shares
@@ -328,6 +329,10 @@ class Verdict:
         return worst.limit.relative if worst else None
 
 
+OtherSetting = tuple[str, tuple[str, ...]]
+"""How a setting of an optimizer differs, as a clause, and of which parameters; () for all."""
+
+
 @dataclass(frozen=True)
 class WrongStep:
     """The first step of an optimizer that is not that of the big batch.
@@ -336,17 +341,21 @@ class WrongStep:
     what is wrong first: how often optimizers step; the gradients with which one steps; the weights
     after its step, although its gradients were right; or the weights at the end, although they were
     right after every step. ``made``: how many steps each rank makes, in the order of the ranks.
-    ``expected``: how many the reference makes.
+    ``expected``: how many the reference makes. ``settings``: those of the optimizer that are not
+    those of the reference in this step; None if they are not known.
     """
 
     number: int | None
     differs: Literal["count", "gradients", "weights", "afterwards"]
     made: tuple[int, ...]
     expected: int
+    settings: tuple[OtherSetting, ...] | None = None
 
     @property
     def headline(self) -> str:
         """The fault in a few words."""
+        if self.settings:
+            return f"in step {self.number} {self.settings[0][0]}"
         if self.differs == "count":
             return "the optimizer makes another number of steps"
         if self.differs == "afterwards":
@@ -369,10 +378,17 @@ class WrongStep:
         if self.differs == "gradients":
             return f"{of} wrong; until then all weights were right." if self.number != 1 else ""
         if self.differs == "weights":
-            return (
-                f"{of} right, and the weights after it are not: the optimizer, learning rate, "
-                "schedule or clipping is not that of the reference."
-            )
+            why = "the optimizer, learning rate, schedule or clipping is not that of the reference"
+            if self.settings is not None:
+                others = (
+                    f"{what} (of {names_text(names)})" if names else what
+                    for what, names in self.settings
+                )
+                why = "; ".join(others) or (
+                    "the settings of the optimizer are those of the reference, so its state, or "
+                    "clipping, or something else is not"
+                )
+            return f"{of} right, and the weights after it are not: {why}."
         return (
             "The weights are right after each step of the optimizer, and something changes them "
             "afterwards."

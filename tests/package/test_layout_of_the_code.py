@@ -13,20 +13,20 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 339,
+    "": 359,
     "adapters": 317,
-    "case": 3_190,
-    "checking": 677,
+    "case": 3_230,
+    "checking": 728,
     "commands": 5_908,
     "comparison": 1_744,
-    "diagnosis": 20_754,
+    "diagnosis": 20_751,
     "faults": 2_134,
     "gate": 1_971,
-    "measurement": 7_874,
+    "measurement": 7_886,
     "observed_scripts": 8_064,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
-    "report": 5_123,
+    "report": 5_139,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a

@@ -73,6 +73,40 @@ def test_weights_that_are_wrong_after_right_gradients_are_told_with_their_line()
     assert verdict.wrong_step is not None
     assert (verdict.wrong_step.number, verdict.wrong_step.differs) == (2, "weights")
     assert "optimizer.step()" in str(verdict)
+    assert "in step 2 lr is 0.02, and 0.01 in the reference" in str(verdict)
+
+
+class SteppedInGroups(own_trainers.Trainer):
+    """Weight decay is left out of the biases, and is there in the reference."""
+
+    def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        (group,) = optimizer.param_groups[:1]
+        biases = [one for one in group["params"] if one.ndim == 1]
+        if len(optimizer.param_groups) == 1:
+            group["params"] = [one for one in group["params"] if one.ndim > 1]
+            optimizer.add_param_group({"params": biases, "weight_decay": 0.0})
+
+
+class MovesTheMomentum(own_trainers.Trainer):
+    def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"] *= 2
+
+
+def test_settings_of_some_parameters_are_told_with_their_names() -> None:
+    wrong = judged(SteppedInGroups()).wrong_step
+    assert wrong is not None
+    what = "weight_decay is 0, and 0.1 in the reference"
+    assert wrong.settings == ((what, ("0.bias", "2.bias")),)
+    assert wrong.headline == f"in step 1 {what}"
+    assert f"{what} (of 0.bias, 2.bias)" in wrong.sentence
+
+
+def test_equal_settings_are_told_as_well() -> None:
+    wrong = judged(MovesTheMomentum()).wrong_step
+    assert wrong is not None
+    assert (wrong.number, wrong.differs, wrong.settings) == (2, "weights", ())
+    assert "the settings of the optimizer are those of the reference" in wrong.sentence
 
 
 def test_another_number_of_steps_is_told_and_gets_no_cause() -> None:

@@ -101,9 +101,13 @@ def test_a_right_trainer_with_a_closure_is_the_same(trainer: Any, options: Any) 
     assert check(own_case(), trainer, **options).outcome == "same"
 
 
-def test_a_wrong_factor_in_a_closure_is_named() -> None:
+def test_a_wrong_factor_in_a_closure_is_told_with_its_line() -> None:
     verdict = check(own_case(), TwiceTheLoss(), **WITH_ADAMW)
-    assert verdict.cause == "sum_not_mean"
+    where = verdict.localisation.whereabouts
+    assert verdict.cause is None  # one rank has the factor as well, so that it is no sum over ranks
+    assert where is not None
+    assert where.headline == "every gradient is 2 times the big batch's"
+    assert "value = self.times * loss(" in str(verdict)
     assert verdict.wrong_step is not None
     assert (verdict.wrong_step.number, verdict.wrong_step.differs) == (1, "gradients")
 

@@ -37,7 +37,6 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
     lines_only_on,
     mix_text,
     odd_ranks,
-    of_all_ranks,
     pointed,
     same_mix,
     went_alike,
@@ -124,14 +123,12 @@ def _is_right(mix: Mix | None, weight: float | None) -> bool:
 
 
 def _premise(pieces: Pieces, weight: float | None) -> str:
-    """How the big batch is made of the ranks' own gradients; "" if it is their mean."""
-    world_size = pieces.view.world_size
-    if world_size == 1:
+    """That the big batch is the sum of the ranks' own gradients, and not their mean, as usual."""
+    if pieces.view.world_size == 1:
         return "What backward computed is right, and what the rank holds in the end is not this."
-    if weight is None or abs(weight * world_size - 1) <= SAME_WEIGHT:
+    if weight is None or abs(weight - 1) > SAME_WEIGHT:
         return ""
-    what = of_all_ranks(weight, world_size)
-    return f"The big batch is {what} of what the ranks computed before any reduction."
+    return "The big batch is the sum of what the ranks computed before any reduction."
 
 
 @dataclass

@@ -136,6 +136,8 @@ def test_of_edited_lines_beside_each_other_one_is_shown_before_lines_far_away(
     assert [one.line.number for one in shown] == [LINE, far, beside]
     assert repairs.text.startswith(f"line {LINE} with ")
     assert repairs.text.endswith("Of 5 changes tried, 2 repaired the step")
+    # What was seen far away is not what is wrong, so the headline does not say it either.
+    assert f"a change in line {LINE} makes all gradients right" in str(verdict).partition("\n\n")[0]
 
 
 def test_nothing_is_said_of_marks_that_an_edited_line_has_taken(verdict: Verdict) -> None:

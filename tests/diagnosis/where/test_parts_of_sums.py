@@ -1,0 +1,72 @@
+"""Where ranks compute with sums of their own parts, the lines that make these are shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.diagnosis.where.faulty import CASE, average, loss, marked_line, unnamed
+
+pytestmark = pytest.mark.self_check
+
+
+def product_of_means(model: Any, batch: Any) -> Any:
+    outputs = model(batch["rows"])
+    return balance(outputs, outputs.softmax(1).mean(0))
+
+
+def balance(outputs: Tensor, share: Tensor) -> Tensor:
+    return (share * outputs.mean(0)).sum()
+
+
+def own_share(model: Any, shard: Any, rank: Any) -> None:
+    outputs = model(shard["rows"])
+    likely = outputs.softmax(1)
+    share = likely.mean(0)  # fault
+    balance(outputs, share).backward()
+    average(model)
+
+
+def scaled(model: Any, batch: Any) -> Any:
+    outputs = model(batch["rows"])
+    return outputs.square().mean() / outputs.detach().var()
+
+
+def mean_of_own_variances(model: Any, shard: Any, rank: Any) -> None:
+    outputs = model(shard["rows"])
+    values = outputs.detach().clone()
+    spread = values.var()  # fault
+    dist.all_reduce(spread)
+    spread /= rank.world_size
+    (outputs.square().mean() / spread).backward()
+    average(model)
+
+
+def rounded(model: Any, shard: Any, rank: Any) -> None:
+    """A rank that is wrong, in gradients that all ranks round before they are reduced."""
+    (loss(model, shard) * (1 + 0.3 * rank.rank / rank.world_size)).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.bfloat16().to(parameter.dtype)
+    average(model)
+
+
+def test_the_line_that_makes_a_rank_s_own_part_is_shown_beside_that_which_reads_it() -> None:
+    where = unnamed(replace(CASE, loss=product_of_means), own_share)
+    notes = {one.line.number: one.note for one in where.lines}
+    assert notes.get(marked_line(own_share)) == "makes each rank's own part of a sum or mean", notes
+
+
+def test_no_line_is_shown_behind_one_that_was_given_right_values() -> None:
+    where = unnamed(replace(CASE, loss=scaled), mean_of_own_variances)
+    faults = [one.line.number for one in where.lines if one.is_fault]
+    assert faults == [marked_line(mean_of_own_variances)]
+    assert not any("which line" in one.note for one in where.lines), where.lines
+
+
+def test_a_step_that_rounds_is_right_on_one_rank_up_to_this_rounding() -> None:
+    where = unnamed(CASE, rounded)
+    assert where.beside_one_rank.endswith("the step is right, up to rounding in bfloat16.")
