@@ -116,8 +116,8 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         if clipped is not None:
             request, weights = clipped, _compared(clipped, "update")
         by_gradients = _by_gradients(request, judge)
-        if weights.steps_copies and not _are_reduced(by_gradients):
-            return judge(replace(request, by_steps=False))  # .grad may be no more than left over
+        if _is_left_over(by_gradients, weights):
+            return judge(replace(request, by_steps=False))
         if clipped is not None and by_gradients.outcome == "same" and weights.first_wrong is None:
             # The gradients were right before they were clipped, so that clipping hides nothing.
             verdict = judge(clipped)
@@ -128,10 +128,17 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         return verdict
 
 
-def _are_reduced(by_gradients: Verdict) -> bool:
-    """True if the gradients differ from those of the big batch, and are the same on all ranks."""
+def _is_left_over(by_gradients: Verdict, weights: _AtEachStep) -> bool:
+    """True if ``.grad`` is not what the optimizers step with: they step copies of the parameters,
+    or ranks whose gradients are not the same have the same weights after the first step.
+    """
     found = by_gradients.comparison
-    return by_gradients.outcome == "different" and found is not None and found.ranks_agree
+    if by_gradients.outcome == "different" and found is not None and found.ranks_agree:
+        return False
+    first = [one for one in weights.comparison.parameters if one.key[0] == 0]
+    return weights.steps_copies or (
+        by_gradients.outcome == "different" and all(one.ranks_agree for one in first)
+    )
 
 
 def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:

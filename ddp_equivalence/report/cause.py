@@ -235,8 +235,14 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         own = ", ".join(text_of(one, ".6g") for one in rates if one and one != training.lr)
         seen = f"; that of the step is {own}." if own else ": is that what the step does?"
         yield f"Compared with plain SGD, learning rate {training.lr:g}{seen}"
-    elif is_update and (wrong is None or wrong.differs != "weights"):
+    elif is_update and wrong is None and not _is_right_alone(verdict):
         yield "Compared with your optimizer= and clip=: are they those of the step?"
+
+
+def _is_right_alone(verdict: Verdict) -> bool:
+    """True if the step is right on one rank, and so are its optimizer and clipping."""
+    found = verdict.localisation.whereabouts
+    return found is not None and bool(found.is_right_alone)
 
 
 # What random numbers, precision, masks and used ranks have to do with the verdict.

@@ -198,7 +198,7 @@ def lines_that_left_out(view: View, place: CallSite) -> list[PointedLine]:
         return lines_that_made(run, place, way[1:])
     note = f"makes {link.name}, from which the loop takes its values"
     note = note if link.name else "chooses what the loop goes over"
-    return [PointedLine(link.line, note, True)] if link.line != place.line else []
+    return [PointedLine(link.line, note)] if link.line != place.line else []
 
 
 def lines_that_made(

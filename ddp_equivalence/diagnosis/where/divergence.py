@@ -90,7 +90,8 @@ class BesideOneRank:
     parameters whose gradients do not depend on how the loss is scaled, on one rank or on others.
     ``unread``: the examples that no rank reads. ``lines_of_case``: file -> the lines that compute
     the big batch as well. ``left_unreduced``: the calls of backward after which each rank has left
-    its own gradients as they were.
+    its own gradients as they were. ``at_each_step``: all of this is about the gradients with which
+    an optimizer steps.
     """
 
     is_right_alone: bool | None
@@ -108,6 +109,7 @@ class BesideOneRank:
     unread: tuple[Unread, ...] = ()
     lines_of_case: Mapping[str, set[int]] = field(default_factory=dict)
     left_unreduced: tuple[CodeLine, ...] = ()
+    at_each_step: bool = False
 
     def is_right(self, line: CodeLine) -> bool:
         """True for a line of the case's own: it computes the big batch, which is right."""
@@ -119,6 +121,8 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     found = unless_it_fails(lambda: _beside_one_rank(view, request), lambda why: None)
     if found is not None and request.compare == "update" and not found.is_right_alone:
         found = replace(found, is_right_alone=None)  # it may have clipped or cleared what it left
+    if found is not None:
+        found = replace(found, at_each_step=request.at_each_step)
     if found is None or not (found.divergences or found.loss.unlike):
         return found
     asked = request.case, request.compare, request.training, request.steps

@@ -43,18 +43,17 @@ MOST_WORDS = 9
 """So many words of what no rank reads stand in a headline."""
 
 FIRST_OTHER = (
-    "Line {} is the first whose result is not that of one rank; what goes into it "
-    "was not seen to differ."
+    "Line {} has another result than on one rank, and what goes into it was not seen to differ."
 )
 
 NOT_REDUCED = (
-    "Line {} is the first whose result is not that of one rank: it computes with the own gradients "
-    "of each rank, which nothing has reduced by then."
+    "Line {} has another result than on one rank: it computes with the own gradients of each rank, "
+    "which nothing has reduced by then."
 )
 
 OF_OWN_ROWS = (
-    "Line {} is the first whose result is not that of one rank: it computes with a sum or mean of "
-    "each rank's own part, where one rank has that of all."
+    "Line {} has another result than on one rank. What goes into it are sums or means of each "
+    "rank's own part, which together are right."
 )
 
 ONLY_RANKS_RUN = "Line {} runs otherwise on one rank, and what it makes goes into wrong gradients."
@@ -240,8 +239,10 @@ def _with_unreduced(found: Whereabouts, beside: BesideOneRank, view: View) -> Wh
     return replace(
         found,
         kind="reduction",
-        headline="gradients are not reduced",
-        sentence="Each rank leaves its own gradients; one rank has the mean or sum of them.",
+        headline="gradients are not reduced" + (" in time" if beside.at_each_step else ""),
+        sentence="Each rank has its own gradients "
+        + ("when the optimizer steps" if beside.at_each_step else "in the end")
+        + "; one rank has the mean or sum of them.",
         lines=first_of_each_line([*lines_of_no_sync(view), *left]),
         is_right_alone=True,
     )
@@ -477,7 +478,7 @@ def with_unlike_loss(
         if joining is not None:
             what = "joins different examples"
         elif unlike[0].operation.in_backward:
-            what = "makes other gradients than the loss of the case"
+            what = "has other gradients in backward than the loss of the case"
         headline = f"line {first[0].line.number} {what}"
         if beside.is_right(first[0].line) and joining is None:
             headline = "the loss is given other values than in the big batch"

@@ -558,6 +558,12 @@ class _Search:
 
     def _ranks_count_unequally(self, each: Mapping[int, float]) -> Whereabouts:
         """The ranks' own gradients have different weights. ``each``: by rank."""
+        sizes = [len(one) for one in self.view.parts.examples_by_rank]
+        by_example = {rank: each[rank] / size for rank, size in enumerate(sizes) if size}
+        is_apart = len(set(sizes)) > 1 and len(by_example) == len(each)
+        if is_apart and len(_by_number(by_example.items())) == 1:
+            what = "all examples count equally, with a wrong factor"
+            return self._of(what, "", self._all_changes())
         odd = odd_ranks(each)
         apart = lines_only_on(self.view.observed.by_rank, odd)
         lines = [*apart, *self._all_changes(is_fault=not apart)]

@@ -19,7 +19,16 @@ from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs, line
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.report.cause import how_sure
 from ddp_equivalence.report.verdict import Verdict
-from tests.diagnosis.where.faulty import CASE, average, batch, distance, loss, marked_line, unnamed
+from tests.diagnosis.where.faulty import (
+    CASE,
+    Small,
+    average,
+    batch,
+    distance,
+    loss,
+    marked_line,
+    unnamed,
+)
 
 pytestmark = pytest.mark.self_check
 
@@ -307,16 +316,24 @@ def test_a_fix_divides_only_what_the_step_has_not_divided(step: Any, end: str) -
 
 # Lines that choose what is read, and what keeps DDP from reducing.
 
-TABLE = torch.linspace(0.5, 1.5, 6)
+TABLE = torch.linspace(0.5, 1.5, 16)
+
+
+class AtLevels(Small):
+    """Is told how much noise its rows have."""
+
+    def forward(self, rows: Tensor, level: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(rows) * (1 + level[:, None] / 16)
 
 
 def weighted(model: Any, batch: Any) -> Any:
     level = TABLE.to(batch["rows"].dtype)[batch["level"]]
-    return (level[:, None] * (model(batch["rows"]) - batch["targets"]).square()).mean()
+    noisy = level[:, None] * batch["rows"]
+    return (model(noisy, batch["level"]) - batch["targets"]).square().mean()
 
 
 def with_levels(generator: torch.Generator) -> dict[str, Tensor]:
-    return {**batch(generator), "level": torch.randint(6, (16,), generator=generator)}
+    return {**batch(generator), "level": torch.randperm(16, generator=generator)}
 
 
 def micro_batches(shard: Any) -> Any:
@@ -332,20 +349,23 @@ def drops_the_last_example(model: Any, shard: Any, rank: Any) -> None:
 
 
 def test_neither_a_line_of_the_case_nor_a_constant_chooses_the_examples() -> None:
-    verdict = judged(drops_the_last_example, replace(CASE, batch=with_levels, loss=weighted))
+    noisy = replace(CASE, model=AtLevels, batch=with_levels, loss=weighted)
+    verdict = judged(drops_the_last_example, noisy)
     assert verdict.causes == ("examples_dropped",)
     assert abs(max(marked(verdict)) - marked_line(micro_batches)) <= 2
     assert min(marked(verdict)) > getsourcelines(micro_batches)[1]
 
 
 def frozen_when_wrapped(model: Any, shard: Any, rank: Any) -> None:
-    """DDP knows nothing of the head; no_sync is for the first half, as it should be."""
+    """DDP knows nothing of the head, and the first half counts too little. That no_sync is entered
+    for it is right.
+    """
     model.head.requires_grad_(False)
     ddp = DistributedDataParallel(model)
     model.head.requires_grad_(True)
     first, last = ({name: leaf[half::2] for name, leaf in shard.items()} for half in (0, 1))
     with ddp.no_sync():
-        (loss(ddp, first) / 2).backward()
+        (loss(ddp, first) * 0.3).backward()
     (loss(ddp, last) / 2).backward()
 
 
