@@ -61,7 +61,11 @@ IN_THE_LOSS = {
     "a dtype": (steps.wrong_loss("dtype"), "expected target dtype to be Long", "F.cross_entropy("),
     "no target": (steps.wrong_loss("none"), "'NoneType' object has no attribute", "F.mse_loss(out"),
     "on one rank": (steps.wrong_loss("one rank"), "Error: loss is 0.0", "raise FloatingPointEr", 1),
-    "no gradient": (steps.wrong_loss("detached"), "does not require grad", ".detach().backward()"),
+    "no gradient": (
+        steps.wrong_loss("detached"),
+        "does not require grad",
+        "(value.detach() if how ==",
+    ),
 }
 IN_A_WORKER = {
     "an item": (
