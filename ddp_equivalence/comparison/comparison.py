@@ -92,7 +92,8 @@ class ParameterComparison:
 class Comparison:
     """The result for all parameters.
 
-    ``structure`` lists, as sentences, the names, shapes, dtypes and missing gradients that differ.
+    ``structure`` lists, as sentences, the names, shapes, dtypes and missing gradients that differ;
+    ``missing`` has the names of these gradients if nothing but that they are not there differs.
     ``elements`` counts the elements of all compared parameters. ``other_forms`` lists gradients
     whose form alone differs, which is no difference. ``same`` is True only if the ranks also agree
     to the last bit: ranks that train together must leave a step with the same weights, or they
@@ -104,6 +105,7 @@ class Comparison:
     ranks: tuple[int, ...]
     elements: int
     other_forms: tuple[OtherForm, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def fewest_exchanged(self) -> int:
@@ -356,6 +358,8 @@ class Comparator:
             for key in self._norms
         ]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
+        unequal = [one for one in unlike if one.difference]
+        missing = dict.fromkeys(one.key[1] for one in unequal if not one.found.named)
         forms = other_forms(unlike)
         of_some_ranks = dict(apart(forms, self._ranks))
         return Comparison(
@@ -364,6 +368,7 @@ class Comparator:
             ranks=tuple(sorted(self._ranks)),
             elements=sum(math.prod(parameter.shape) for parameter in compared),
             other_forms=tuple(form for form in forms if form not in of_some_ranks),
+            missing=tuple(missing) if all(not one.found.named for one in unequal) else (),
         )
 
     def _label(self, key: GradientKey) -> str:

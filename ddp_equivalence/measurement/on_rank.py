@@ -137,10 +137,10 @@ def _run_step(
         gradients = run_of_step.train(Task(case, model, rank, shards, notes, work.steps), given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
-    collectives, dealt = new_collectives(), [one.indices[rank.rank] for one in shards]
+    collectives = new_collectives()
     observed = observer.found(gradients, collectives) if observer else None
     return gradients, Evidence(
-        examples=None if case.shards == OWN else tuple(dealt),
+        examples=None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards),
         data=data,
         inputs=called.arguments,
         came_back=called.came_back,

@@ -487,9 +487,9 @@ def how_many_differ(verdict: Verdict, left_out: int = 0) -> str:
     worst, count = next(telling, differing[0]), len(differing)
     longest = max(min(len(worst.name), LONGEST_NAME) - left_out, SHORTEST_NAME)
     compared = " that can be compared" if comparison.structure else ""
-    wrong = verdict.wrong_step
-    is_one_of_several = wrong is not None and wrong.differs == "gradients" and wrong.expected > 1
-    when = f"At step {wrong.number} of {wrong.expected}, " if wrong and is_one_of_several else ""
+    wrong, when = verdict.wrong_step, ""
+    if wrong is not None and wrong.differs == "gradients" and wrong.expected > 1:
+        when = f"At step {wrong.number} of {wrong.expected}, "
     text = (
         f"{when}{count} of {len(of)} {plural(len(of), 'parameter')}{compared} "
         f"{plural(count, 'differs', 'differ')}"

@@ -229,7 +229,6 @@ def _tried(verdict: Verdict) -> list[str]:
 # The first line of a report: the step, where it stands, what is wrong, and the cause's name.
 
 END_OF_CLAUSE = re.compile(r"[,;:.](?= |$)| \(")
-MISSING = re.compile(r"rank \d+: (?P<name>\S+)(?: \(step \d+\))? is missing")
 NOT_ALL_TRIED = "no cause found, because not all known causes were tried"
 
 
@@ -265,10 +264,8 @@ def _what(verdict: Verdict) -> str:
     if verdict.comparison is not None and verdict.comparison.structure:
         if found is not None and found.what == "gradients missing":
             return found.headline
-        unstepped = [one for one in map(MISSING.fullmatch, verdict.comparison.structure) if one]
-        if wrong is not None and len(unstepped) == len(verdict.comparison.structure):
-            names = list(dict.fromkeys(one["name"] for one in unstepped))
-            return f"no optimizer steps {names_text(names)}"  # else one rank would have a gradient
+        if wrong is not None and verdict.comparison.missing:  # of what an optimizer steps with
+            return f"no optimizer steps {names_text(verdict.comparison.missing)}"
         return "names, shapes or types are not those of the big batch"
     if wrong is not None and wrong.differs != "gradients":
         return wrong.headline

@@ -145,11 +145,13 @@ def test_a_norm_of_what_a_rank_owns_is_pointed_at_beside_a_reduction_to_one_rank
 def test_a_parameter_that_no_optimizer_steps_is_named() -> None:
     verdict = judged(LeavesOneOut)
     text = " ".join(str(verdict).split())
-    assert "no optimizer steps 3.bias" in text or "no optimizer steps 2.bias" in text
+    assert "no optimizer steps 2.bias" in text
     assert "rank 0:" not in text
 
 
-@pytest.mark.parametrize("step", [ClipsToItsOwnNorm, LeavesOneOut])
-def test_each_is_wrong_on_its_ranks_alone(step: Any) -> None:
+@pytest.mark.parametrize(
+    ("step", "outcome"), [(ClipsToItsOwnNorm, "same"), (LeavesOneOut, "different")]
+)
+def test_on_one_rank_a_norm_of_what_it_owns_is_that_of_all(step: Any, outcome: str) -> None:
     one_rank = check(own_case(layout="1x1"), step, compare="update", optimizer=adamw, clip=LIMIT)
-    assert (one_rank.outcome == "same") == (step is ClipsToItsOwnNorm)
+    assert one_rank.outcome == outcome

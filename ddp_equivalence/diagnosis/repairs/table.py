@@ -124,7 +124,7 @@ MISTAKES = (
         *((f"$x {sign} $y", f"$x {other} $y") for sign, other in _pairs(OTHER_COMPARISONS)),
         *((f"$x {one} $y", f"$x {other} $y") for one, other in permutations(("in", "not in"))),
         *((f"$x {one} $y", f"$x {other} $y") for one, other in permutations(("is", "is not"))),
-        is_broad=True,  # as above
+        is_broad=True,  # it may only lead round what is wrong, too
     ),
     _mistake(
         "Rows are put into an order again where they should be put back.",

@@ -466,9 +466,11 @@ def _divergences(
     leading, only_ranks = search.leading_to(wrong)
     certain = sorted({*leading, *search.differentiated()})
     # What is made of another divergence follows from it, unless that one may be right.
-    first_ones = {one for one in certain if search.is_sure(one)}
-    made_of = {one: behind(logs.alone, [one]) - {one} for one in certain}
-    certain = [one for one in certain if made_of[one].isdisjoint(first_ones)]
+    sure, following = {one for one in certain if search.is_sure(one)}, set[int]()
+    for number, operation in enumerate(logs.alone.operations):
+        if any(one in sure or one in following for one in operation.after):
+            following.add(number)
+    certain = [one for one in certain if one not in following]
     first = certain[0] if certain else len(logs.alone.operations)
     others = [number for number in search.read_by_python() if number < first]
     found = [
@@ -618,17 +620,22 @@ class _Search:
         )
 
     def _unreduced(self, number: int) -> Iterator[CodeLine]:
+        """The backward passes that left what the operation is given, also through other operations
+        that return a part of a sum.
+        """
         operation = self._operations[number]
-        if operation.in_backward or operation.talks:
-            return
-        for given, writer in self._logs.given(number):
-            if given != "sum" or writer is None:
-                continue
-            if writer.in_backward and writer.line is not None:
-                yield writer.line
-            before = None if writer.in_backward else self._logs.number_of(writer)
-            if before is not None and before < number:
-                yield from self._unreduced(before)
+        open_ones, seen = [] if operation.in_backward or operation.talks else [number], set[int]()
+        while open_ones:
+            here = open_ones.pop()
+            seen.add(here)
+            for given, writer in self._logs.given(here):
+                if given != "sum" or writer is None:
+                    continue
+                if writer.in_backward and writer.line is not None:
+                    yield writer.line
+                before = None if writer.in_backward else self._logs.number_of(writer)
+                if before is not None and before < here and before not in seen:
+                    open_ones.append(before)
 
     def _joined(self, number: int) -> tuple[int, int, int] | None:
         """A rank on which the operation joins different examples, and two of them; None if it does
