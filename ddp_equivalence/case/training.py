@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.errors import BadCase, is_number, it_raised
@@ -260,6 +261,8 @@ class StepCount:
         self._inside = 0
         self._outermost: FrameType | None = None
         self._waits_for_closure = False
+        self._last_hook: RemovableHandle | None = None
+        self._is_about_to_step = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -269,20 +272,32 @@ class StepCount:
             caller = sys._getframe(1)
             if self._inside and not _runs(self._outermost, caller):
                 self._inside, self._waits_for_closure = 0, False
+                if self._last_hook is not None:
+                    self._last_hook.remove()
             self._inside += 1
             if self._inside != 1:
                 return None
             self._outermost = caller
             self.seen += 1
             if _closure(arguments, named) is None:
-                self.before(optimizer)
+                # Hooks of the optimizer's own run after this one, and may reduce gradients.
+                self._is_about_to_step = True
+                self._last_hook = optimizer.register_step_pre_hook(begins)
                 return None
             return self._with_noticed_closure(optimizer, arguments, named)
+
+        def begins(optimizer: Optimizer, arguments: Arguments, named: Named) -> None:
+            if self._is_about_to_step:  # and is no step of the same optimizer inside its own
+                self._is_about_to_step = False
+                self.before(optimizer)
 
         def after(optimizer: Optimizer, arguments: Arguments, named: Named) -> None:
             self._inside -= 1
             if self._inside == 0:
                 self._outermost = None
+                if self._last_hook is not None:
+                    self._last_hook.remove()
+                    self._last_hook = None
                 self._has_gradients(optimizer)
                 self.after()
 
@@ -342,9 +357,10 @@ class StepRecord(StepCount):
     ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
     copies, by step and name. Of the gradients, those that the optimizers of the step were given.
     ``clips``: the calls of torch that clipped gradients. ``steps_copies``: an optimizer stepped
-    none of the model's own parameters, but copies such as one flat tensor. ``settings``: with which
-    the optimizers step each parameter. ``whole`` makes gradients whole where they are sharded, and
-    ``weights`` reads the weights so.
+    none of the model's own parameters, but copies such as one flat tensor.
+    ``changed_after_clipping``: clipped gradients were changed before a step. ``settings``: with
+    which the optimizers step each parameter. ``whole`` makes gradients whole where they are
+    sharded, and ``weights`` reads the weights so.
     """
 
     def __init__(
@@ -368,6 +384,7 @@ class StepRecord(StepCount):
         self._clipping = Clipping()
         self.clips = self._clipping.calls
         self.steps_copies = False
+        self.changed_after_clipping = False
         self.settings: dict[GradientKey, Settings] = {}
 
     @contextmanager
@@ -399,6 +416,7 @@ class StepRecord(StepCount):
         before_clipping: Mapping[int, Tensor] = {}
         if not self._at_steps.after_clipping:
             before_clipping = self._clipping.before(one.grad for one in named.values())
+            self.changed_after_clipping |= self._clipping.has_clipped and not before_clipping
         found = {
             name: _copy(before_clipping.get(id(one.grad), one.grad)) for name, one in named.items()
         }
@@ -486,6 +504,11 @@ class Clipping:
         finally:
             for cell, clip in zip(inner, before, strict=True):
                 cell.cell_contents = clip
+
+    @property
+    def has_clipped(self) -> bool:
+        """True if calls since the last step of an optimizer have clipped gradients."""
+        return bool(self._clipped)
 
     def forget(self) -> None:
         """The calls that clipped until now no longer count: an optimizer has used the gradients."""

@@ -13,9 +13,11 @@ from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis import draws, localisation
 from ddp_equivalence.diagnosis.examples_read import order_read
+from ddp_equivalence.diagnosis.setting import REDUCING
 from ddp_equivalence.diagnosis.shares import kept_elements
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.measurement.calls import Contents, Kind
 from ddp_equivalence.measurement.measure import at_work, measure, where_in_float32
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.failure import RankFailed
@@ -118,8 +120,11 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         if clipped is not None:
             request, weights = clipped, _compared(clipped, "update")
         by_gradients = _by_gradients(request, judge)
-        if weights.steps_copies and not _are_reduced(by_gradients):
-            return judge(replace(request, by_steps=False))  # .grad may be no more than left over
+        is_left_over = weights.steps_copies or _reduces_inside_a_step(by_gradients)
+        if is_left_over and by_gradients.outcome == "different":
+            as_a_whole = judge(replace(request, by_steps=False))
+            if not _are_reduced(by_gradients) or _is_shown(as_a_whole):
+                return as_a_whole  # .grad may be no more than left over
         if clipped is not None and by_gradients.outcome == "same" and weights.first_wrong is None:
             # The gradients were right before they were clipped, so that clipping hides nothing.
             verdict = judge(clipped)
@@ -134,6 +139,27 @@ def _are_reduced(by_gradients: Verdict) -> bool:
     """True if the gradients differ from those of the big batch, and are the same on all ranks."""
     found = by_gradients.comparison
     return by_gradients.outcome == "different" and found is not None and found.ranks_agree
+
+
+def _is_shown(verdict: Verdict) -> bool:
+    """True if a line was seen to make another value than on one rank."""
+    found = verdict.localisation.whereabouts
+    return found is not None and any(one.is_fault for one in found.lines)
+
+
+def _reduces_inside_a_step(by_gradients: Verdict) -> bool:
+    """True if an optimizer reduced copies of gradients inside its step, and may have used these."""
+    for seen in by_gradients.observed.values():
+        is_inside = False
+        for call in seen.calls:
+            if call.kind in (Kind.OPTIMIZER_STEP, Kind.BACKWARD):
+                is_inside = call.kind is Kind.OPTIMIZER_STEP
+            reduced = call.collective if is_inside else None
+            if reduced is None or reduced.op not in REDUCING:
+                continue
+            if reduced.contents is Contents.COPIES_OF_GRADIENTS or reduced.parts_of:
+                return True
+    return False
 
 
 def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:
@@ -183,9 +209,12 @@ def _by_gradients(request: Request, judge: Judge) -> Verdict:
     at_each = replace(request, compare="gradients", at_each_step=True)
     verdict = judge(at_each)
     seen = any(one.clips for one in verdict.evidence.values())
-    if verdict.outcome != "different" or request.training.clip is None or seen:
+    is_lost = any(one.changed_after_clipping for one in verdict.evidence.values())
+    if verdict.outcome != "different" or request.training.clip is None or (seen and not is_lost):
         return verdict
     clipped = judge(replace(at_each, after_clipping=True))
+    if is_lost:  # the gradients before clipping are not to be had
+        return clipped
     beside = None if clipped.analysis is None else clipped.analysis.beside
     is_right_alone = beside is not None and beside.is_right_alone
     return clipped if clipped.outcome == "same" or is_right_alone else verdict

@@ -61,7 +61,7 @@ from ddp_equivalence.diagnosis.view import (
 from ddp_equivalence.diagnosis.where import divergence
 from ddp_equivalence.diagnosis.where.find_whereabouts import where_without_view
 from ddp_equivalence.diagnosis.where.lines_of_divergences import lines_to_edit, with_one_rank
-from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts
+from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
@@ -180,7 +180,8 @@ class Analysis:
         if measured is None or not self.observed or (self.first_wrong_step and not is_update):
             return None
         if self._is_missing:
-            view = self._view_of_step(0) if self._request.step_count == 1 else None
+            is_alone = self._request.step_count == 1 or self._request.at_each_step
+            view = self._view_of_step(0) if is_alone else None
             return view and replace(view, observed=ObservedStep(view.setting, self.observed))
         view = self._built_view(0) if is_update else self._own_reference
         return view and with_measurement(view, measured, self.observed, 0, self.repeated is False)
@@ -297,6 +298,8 @@ class Analysis:
             right, view = self._expected.reference.expected, self._view_without_predictions
             missing = view if self._is_missing else None
             where = where_without_view(self.observed, right, missing, why, self.why_no_view)
+            if where is None and not self.measurement.comparison.structure:
+                where = not_seen(self.why_no_view)  # each rank has those that it owns
             if where is not None and view is not None:
                 where = self._beside_one_rank(where, view)
             return Localisation(whereabouts=where)

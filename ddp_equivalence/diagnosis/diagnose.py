@@ -13,6 +13,7 @@ from torch import Tensor
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import in_order, text_of
 from ddp_equivalence.diagnosis.causes import CAUSE_OF, HYPOTHESES
+from ddp_equivalence.diagnosis.causes.losses import ADDED_UP
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
@@ -184,14 +185,24 @@ def _observed_cause(view: View) -> Finding | None:
 
 
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
-    """The findings; those that are believed get their lines and their fix."""
-    shown = (_pointed(finding, view) if finding.accepted else finding for finding in findings)
-    return tuple(
-        replace(one, fix=f"{one.fix} {ANOTHER_MISTAKE}", leaves_a_mistake=True)
-        if one.accepted and one.fix and _is_another_mean(view)
-        else one
-        for one in shown
-    )
+    """The findings; those that are believed get their lines and their fix. A fix that would leave a
+    mistake says so, and one that would make right gradients wrong is none.
+    """
+    shares_out_else = view.setting.shards is None and view.observed.examples_read is None
+    shown = []
+    for one in findings:
+        is_left = one.accepted and (_is_another_mean(view) or _is_of_another_mean(one, view))
+        is_wrong = one.cause == SUM and _has_right_ones(view)
+        if is_left and (shares_out_else or is_wrong):
+            # Ranks that have parts of a layer, say, have a reason not to reduce; and where some
+            # parameters have the right sum, to divide would make these wrong.
+            shown.append(replace(one, accepted=False))
+            continue
+        found = _pointed(one, view) if one.accepted else one
+        if is_left and found.fix:
+            found = replace(found, fix=f"{found.fix} {ANOTHER_MISTAKE}", leaves_a_mistake=True)
+        shown.append(found)
+    return tuple(shown)
 
 
 def _pointed(finding: Finding, view: View) -> Finding:
@@ -199,25 +210,52 @@ def _pointed(finding: Finding, view: View) -> Finding:
     if hypothesis is None:
         return finding
     if hypothesis.guess and not hypothesis.seen(view):
-        places = view.parameters.positions_of(sorted(view.measured.differing))
-        held, right = view.measured.by_rank[:, places], view.expected_by_rank[:, places]
-        times = f"{text_of(nearest_factor(held, right) or 0.0, '.4g')} times what they should be"
-        explains = f"{hypothesis.guess} explains this, but none was seen."
-        finding = replace(
-            finding,
-            sentence=f"Gradients are {times}. {explains}",
-            headline=f"gradients are {times}",
-            is_guess=True,
-        )
+        finding = _as_a_guess(finding, hypothesis.guess, view)
+    fix = hypothesis.fix(view)
+    more = tuple(_pointed(one, view) for one in finding.more)
+    if fix.endswith(ADDED_UP):  # no factor is left
+        more = tuple(replace(one, fix="") for one in more)
+    return replace(finding, fix=fix, lines=_lines(hypothesis, view), more=more)
+
+
+def _as_a_guess(finding: Finding, guess: str, view: View) -> Finding:
+    """The finding with what the gradients are, and no more, if they have but one factor."""
+    places = view.parameters.positions_of(sorted(view.measured.differing))
+    held, right = view.measured.by_rank[:, places], view.expected_by_rank[:, places]
+    if not is_multiple(held, right):
+        return replace(finding, is_guess=True)
+    times = f"{text_of(nearest_factor(held, right) or 0.0, '.4g')} times what they should be"
     return replace(
         finding,
-        fix=hypothesis.fix(view),
-        lines=_lines(hypothesis, view),
-        more=tuple(_pointed(one, view) for one in finding.more),
+        sentence=f"Gradients are {times}. {guess} explains this, but none was seen.",
+        headline=f"gradients are {times}",
+        is_guess=True,
     )
 
 
 ANOTHER_MISTAKE = "Their mean is not the big batch's either, so something else is wrong, too."
+
+SUM = "sum_not_mean"
+OF_A_MEAN = (SUM, "averaged_twice", "divided_by_local_world_size", "divided_by_wrong_number")
+"""The causes that reduce what the ranks contribute otherwise than to their mean."""
+
+
+def _has_right_ones(view: View) -> bool:
+    """True if some parameters have the right gradient, and it is not zero."""
+    places = view.parameters.places.items()
+    right = [place for name, place in places if name not in view.measured.differing]
+    return any(bool(view.expected[place].any()) for place in right)
+
+
+def _is_of_another_mean(finding: Finding, view: View) -> bool:
+    """True if the mean of what the ranks contribute is not the big batch's, and they hold another
+    multiple of it.
+    """
+    contributions, held = view.parts.contributions(), view.measured.by_rank
+    if finding.cause not in OF_A_MEAN or finding.more or contributions is None:
+        return False
+    mean = contributions.mean(0)
+    return is_multiple(held, mean.expand_as(held)) and not is_multiple(mean, view.expected)
 
 
 def _is_another_mean(view: View) -> bool:

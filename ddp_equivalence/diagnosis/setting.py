@@ -261,12 +261,24 @@ def reduces_gradients(call: Call) -> bool:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The ``reader`` reads something by this name, which was ``passed`` to its function, or is set
+    in it.
+    """
+
+    name: str
+    reader: CodeLine
+    passed: bool = False
+
+
+@dataclass(frozen=True)
 class PointedLine:
     """``note``: what the line did, as a clause of the report; "" if the line speaks for itself.
 
     ``is_fault``: the line to change, or, if something is ``missing``, the line after which it
     should stand. ``missing``: what should stand there. ``begins_backward``: a backward
-    pass begins there, and nothing else is known of the line.
+    pass begins there, and nothing else is known of the line, or no more than that it makes the loss
+    of the rows: ``of_rows``. ``reads``: what the line gives to another one.
     """
 
     line: CodeLine
@@ -274,6 +286,8 @@ class PointedLine:
     is_fault: bool = False
     missing: str = ""
     begins_backward: bool = False
+    of_rows: bool = False
+    reads: Reading | None = None
 
 
 def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:

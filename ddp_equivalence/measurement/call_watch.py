@@ -391,6 +391,13 @@ OF_THE_SUITE_TOO = frozenset(
 """The suite makes such calls itself, which no line of the user's or of another package leads to."""
 
 
+def and_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """The class, and all that are made of it so far."""
+    yield kind
+    for subclass in type.__subclasses__(kind):
+        yield from and_subclasses(subclass)
+
+
 class TorchCalls:
     """``append(kind, lines, ...)`` adds a call to those of the step. ``names``: id of a parameter
     -> its name.
@@ -399,15 +406,16 @@ class TorchCalls:
     def __init__(self, append: Callable[..., None], names: Mapping[int, str]) -> None:
         self._append = append
         self._names = names
+        self._steps: frozenset[CodeType] = frozenset()
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
-        optimizers = [one for one in vars(torch.optim).values() if isinstance(one, type)]
-        steps = [one.step for one in optimizers if issubclass(one, torch.optim.Optimizer)]
+        steps = {code_of(one.step): one.step for one in and_subclasses(torch.optim.Optimizer)}
+        self._steps = frozenset(steps)
         recorded: list[tuple[Kind, Facts, Iterable[Any]]] = [
             (Kind.CLIP, self._clip, (CLIPS_WITH_NORM, clip_grad.clip_grad_value_)),
             (Kind.ZERO_GRAD, self._owned, (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)),
-            (Kind.OPTIMIZER_STEP, self._owned, steps),
+            (Kind.OPTIMIZER_STEP, self._stepped, steps.values()),
             (Kind.NO_SYNC, _no_sync, (DistributedDataParallel.no_sync,)),
             (Kind.NEW_GROUP, _new_group, (dist.new_group,)),
             (Kind.POINT_TO_POINT, _point_to_point, POINT_TO_POINT),
@@ -460,6 +468,15 @@ class TorchCalls:
         rate = float(rate) if isinstance(rate, int | float | Tensor) else None
         names, what = self._names_of(parameters), type(owner).__name__
         return {"names": names, "what": what, "value": rate}
+
+    def _stepped(self, frame: FrameType) -> dict[str, Any] | None:
+        """The parameters of an optimizer; None for one that another one steps."""
+        outer = frame.f_back
+        while outer is not None:
+            if outer.f_code in self._steps:
+                return None
+            outer = outer.f_back
+        return self._owned(frame)
 
     def _sharding(self, frame: FrameType) -> dict[str, Any] | None:
         module, name = frame.f_locals.get("module"), frame.f_code.co_name

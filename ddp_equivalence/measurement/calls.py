@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, EllipsisType, FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -390,6 +390,24 @@ class Value:
 
 
 @dataclass(frozen=True)
+class NameAt:
+    """A name in a function: a local variable, or ``self.x`` for an attribute of self.
+
+    ``begins``: the number of the first line of the function, with its decorators.
+    """
+
+    file: str
+    begins: int
+    name: str
+
+
+Held: TypeAlias = "Value | EllipsisType | tuple[tuple[str, Held], ...] | float | int | str | None"
+"""What a name held; of a list or a dictionary its parts, with their places or keys as text. The
+dots stand for what is not kept, such as an object.
+"""
+
+
+@dataclass(frozen=True)
 class Operation:
     """One operation. ``name``: torch's own. ``line``: the innermost line of the user's code.
 
@@ -431,7 +449,8 @@ class Operations:
 
     ``results``: the name of a gradient, or of an update -> the operation that wrote it last, and
     ``left``: the number of its value. ``complete``: False if there were too many operations to
-    record them all.
+    record them all. ``names``: what the names in the user's functions held when each call of the
+    function ended.
     """
 
     operations: tuple[Operation, ...]
@@ -439,6 +458,7 @@ class Operations:
     results: Mapping[str, int]
     left: Mapping[str, int]
     complete: bool
+    names: Mapping[NameAt, tuple[Held, ...]] = field(default_factory=dict)
 
 
 # What a watched step had on its way: the modules that it called, and gradients after each change.

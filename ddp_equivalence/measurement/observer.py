@@ -522,6 +522,21 @@ MOST_ATTRIBUTES = 50
 """Of an object with more attributes, none is described."""
 
 
+@contextmanager
+def traced(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Call this for each function that begins inside the block, unless somebody else, such as a
+    debugger, traces this thread already.
+    """
+    if sys.gettrace() is not None:
+        yield
+        return
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
 @dataclass
 class LocalsSeen:
     """``lines``: file -> the lines that have run.
@@ -544,15 +559,8 @@ class LocalsSeen:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record inside the block, unless somebody else traces this thread already."""
-        if sys.gettrace() is not None:
+        with backward_on_calling_thread(), traced(self._on_call):
             yield
-            return
-        with backward_on_calling_thread():
-            sys.settrace(self._on_call)
-            try:
-                yield
-            finally:
-                sys.settrace(None)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self._on_line if is_users(frame.f_code.co_filename) else None
@@ -570,10 +578,11 @@ class LocalsSeen:
     def _on_return(self, frame: FrameType) -> None:
         code = frame.f_code
         known = self.values.setdefault((code.co_filename, code.co_firstlineno), {})
-        known.update({name: described(value) for name, value in _named(frame)})
+        known.update({name: described(value) for name, value in named_in(frame)})
 
 
-def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
+def named_in(frame: FrameType) -> Iterator[tuple[str, object]]:
+    """The local variables of a frame, and the attributes of self, by name."""
     for name, value in list(frame.f_locals.items()):
         if name.isidentifier():  # pytest adds names that nobody can write
             yield name, value

@@ -27,10 +27,8 @@ from ddp_equivalence.case.random_state import (
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.training import (
     AtSteps,
-    ClipCall,
     Clipping,
     GradientKey,
-    Settings,
     StepCount,
     StepRecord,
     update_of,
@@ -56,6 +54,7 @@ from ddp_equivalence.measurement.edited_code import (
 )
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.gradient_watch import digests_of_buffers
+from ddp_equivalence.measurement.names_held import StepLog
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.observer import (
     CalledWith,
@@ -64,7 +63,7 @@ from ddp_equivalence.measurement.observer import (
     Observer,
     backward_on_calling_thread,
 )
-from ddp_equivalence.measurement.operation_log import Float32Watch, OperationLog, autocast_entered
+from ddp_equivalence.measurement.operation_log import Float32Watch, autocast_entered
 from ddp_equivalence.measurement.returned import (
     DeclaredRows,
     gpus_used,
@@ -118,7 +117,7 @@ def _run_step(
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
-    log = OperationLog() if work.log_operations else None
+    log = StepLog() if work.log_operations else None
     held, idle = WholeTensors(model, names), IdleDataParallel(model)
     with (
         held.recorded(),
@@ -163,10 +162,7 @@ def _run_step(
         buffers_left=buffers_left(model, names.buffers),
         libraries=libraries.of_earlier_work,
         idle_data_parallel=idle.called,
-        optimizer_steps=run_of_step.optimizer_steps,
-        clips=run_of_step.clips,
-        steps_copies=run_of_step.steps_copies,
-        settings=run_of_step.settings,
+        **run_of_step.of_optimizers,
     )
 
 
@@ -239,9 +235,8 @@ def _positions(
 class RunOfStep:
     """Everything that one run of the step on a rank needs.
 
-    ``optimizer_steps``: how often an optimizer has stepped while a user's own step ran. ``clips``:
-    the calls by which torch clipped gradients meanwhile; of a step that does not train, those whose
-    gradients are compared as they were before.
+    ``of_optimizers``: what Evidence says of optimizers and clipping, by field: how often one has
+    stepped while a user's own step ran, and the calls by which torch clipped gradients meanwhile.
     """
 
     def __init__(
@@ -258,10 +253,7 @@ class RunOfStep:
         self._rank, self._work, self._model = rank, work, model
         self._held, self._races = held, races
         self._planted, self._declared, self._observer = planted, declared, observer
-        self.optimizer_steps = 0
-        self.clips: tuple[ClipCall, ...] = ()
-        self.steps_copies = False
-        self.settings: Mapping[GradientKey, Settings] = {}
+        self.of_optimizers: dict[str, Any] = {}
 
     def train(self, task: Task, given: list[Any]) -> dict[GradientKey, Tensor | None]:
         """Run all steps; return the gradients that each step leaves, or the updates."""
@@ -317,10 +309,15 @@ class RunOfStep:
                     self._observer.step = number
                 with self._seeded(number), self._races.watched():
                     returned = step(shard)
-        self.optimizer_steps = count.seen if record is None else record.count
-        self.clips = () if record is None else tuple(record.clips)
-        self.steps_copies = record is not None and record.steps_copies
-        self.settings = {} if record is None else record.settings
+        self.of_optimizers = {"optimizer_steps": count.seen}
+        if record is not None:
+            self.of_optimizers = {
+                "optimizer_steps": record.count,
+                "clips": tuple(record.clips),
+                "steps_copies": record.steps_copies,
+                "changed_after_clipping": record.changed_after_clipping,
+                "settings": record.settings,
+            }
         if record is None:
             if returned is None:
                 return in_first_step(self._held.updates(before))
@@ -401,7 +398,8 @@ class RunOfStep:
         before = clipping.before(left.values())
         if not before or len(before) < clipping.last_count:
             return left
-        self.clips += tuple(clipping.calls)
+        clips = self.of_optimizers.get("clips", ())
+        self.of_optimizers["clips"] = (*clips, *clipping.calls)
         return {name: before.get(id(gradient), gradient) for name, gradient in left.items()}
 
     def _check_weights(self, before: str) -> None:

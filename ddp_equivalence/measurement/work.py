@@ -111,6 +111,7 @@ class Evidence:
     calls by which torch clipped gradients, in a step that is judged at each step of its optimizer;
     otherwise those whose gradients are compared as they were before. ``steps_copies``: an optimizer
     stepped copies of the parameters, in such a step, and ``settings`` with which each stepped.
+    ``changed_after_clipping``: gradients that torch had clipped were changed before a step.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -139,6 +140,7 @@ class Evidence:
     optimizer_steps: int = 0
     clips: tuple[ClipCall, ...] = ()
     steps_copies: bool = False
+    changed_after_clipping: bool = False
     settings: Mapping[GradientKey, Settings] = field(default_factory=dict)
 
 

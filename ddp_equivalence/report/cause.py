@@ -138,7 +138,7 @@ def how_sure(verdict: Verdict) -> str:
         return f"Fits, but {either}{more} would leave the same numbers{end}"
     if best.besides is not None:
         factor = text_of(best.besides, ".4g")
-        return f"Explains all but a factor of {factor}, which every gradient has besides."
+        return f"Fits all but a factor of {factor}, which every gradient has besides."
     if best.unexplained is None and comparison is not None and comparison.same:
         return "All gradients of this step are right."
     if best.unexplained is None:
@@ -149,10 +149,10 @@ def how_sure(verdict: Verdict) -> str:
         taken = " (one was taken from the result itself)" if best.fitted else ""
         return f"Fits the numbers{taken}; not seen happening."
     if best.unexplained > ALL:
-        return f"Explains all but {text_of(100 * best.unexplained, '.2g')} % of the norm."
+        return f"Fits all but {text_of(100 * best.unexplained, '.2g')} % of the norm."
     view = verdict.view
     whole = view is None or view.parameters.sample.is_whole
-    return f"Explains every element{'' if whole else ' that was looked at'}."
+    return f"Fits every element{'' if whole else ' that was looked at'}."
 
 
 def _has_ddp(verdict: Verdict) -> bool:
@@ -171,7 +171,7 @@ def where_it_lies(verdict: Verdict) -> Iterator[str]:
     if verdict.causes or (wrong is not None and wrong.differs != "gradients"):
         return  # the note says what is wrong, and nothing else is known
     found = localisation.whereabouts
-    if found is not None and verdict.repairs.shows_the_fault:
+    if found is not None and verdict.repairs.text:
         yield found.beside_one_rank  # the lines that the other texts say are marked are not
     elif found is not None:
         yield " ".join(filter(None, [found.beside_one_rank, found.marks]))

@@ -152,11 +152,14 @@ MOST_OF_GROUP = 8
 
 @dataclass(frozen=True)
 class ShareTable:
-    """The shares by rank, with equal rows together. ``words``: the same without a table."""
+    """The shares by rank, with equal rows together. ``words``: the same without a table.
+    ``is_told``: the report has named the parameters that they are of.
+    """
 
     shares: Shares
     world_size: int
     words: Sequence[Line]
+    is_told: bool = False
 
     @cached_property
     def _columns(self) -> list[list[int]]:
@@ -203,6 +206,7 @@ class ShareTable:
             return self.words  # examples of one rank make up for each other
         texts = apart or list(self._texts(shape.rows))
         scope = [only_in(self.shares.only, shape.width - 2)] if self.shares.only else []
+        scope = ["(in these; all other parameters are right)"] if self.is_told else scope
         shown = (*texts, *scope, *(details if shape.details else ()))
         return [Line(cut(f"  {text}", shape.width)) for text in shown]
 
@@ -341,7 +345,9 @@ def held(verdict: Verdict) -> list[Item | Line]:
     if right and all(one.ranks_agree for one in right) and _tells_more(verdict, differing):
         words.append(Line(cut(f"  {only_in(differing, width - 2)}", width)))
     if shares is not None and can_be_shown(shares) and not all_are_right(shares):
-        return [ShareTable(shares, verdict.case.ranks.world_size, words)]
+        told = "" if verdict.best is None else verdict.best.detail
+        is_told = bool(shares.only) and all(name in told for name in shares.only)
+        return [ShareTable(shares, verdict.case.ranks.world_size, words, is_told)]
     return list(words)
 
 
@@ -396,6 +402,8 @@ def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
         return
     multiples = _multiples(comparison)
     if multiples is not None:
+        if verdict.best is not None and verdict.best.is_guess and len(multiples) == 1:
+            return  # the headline says so
         for text, ranks in list(multiples.items())[:MOST_GROUPS]:
             yield f"{_hold(ranks, comparison)} {text} times what the big batch gives."
         return

@@ -59,8 +59,11 @@ if TYPE_CHECKING:
 
 OUTPUT_LINES = 30
 
-DEPRECATED = re.compile(r"(?m)^\S+:\d+: (Future|(Pending)?Deprecation)Warning: .*\n(  .*\n?)?")
-"""Warnings that say nothing of what the step computes now, each with the line of code below it."""
+WARNED = re.compile(
+    r"(?m)^\S+:(\d+): UserWarning: "
+    r"(?=.*(?:optimizer|scheduler|DistributedDataParallel|sampler))(.*?)(?:\. |\.?$)"
+)
+"""A line that a rank printed: of which line torch warned that it trains otherwise than meant."""
 
 
 def report_lines(verdict: Verdict) -> list[Line]:
@@ -168,9 +171,10 @@ def _screen(verdict: Verdict, is_whole: bool) -> list[Block]:
     counts = how_many_differ(verdict)
     sure = [text for text in (how_sure(verdict), counts) if text]
     beside = list(notes(verdict))
-    printed = (DEPRECATED.sub("", text) for text in verdict.output.values())
-    if not is_whole and any(text.strip() for text in printed):
-        beside.append("What the ranks printed, such as warnings, is in the whole report.")
+    warned = [WARNED.search(text) for text in verdict.output.values()]
+    beside += dict.fromkeys(
+        f"torch warns of line {one[1]}: {ended(one[2])}" for one in warned if one
+    )
     end: list[Item] = [
         *(Sentences(ended(text), "Tried: ", "fix") for text in _tried(verdict)),
         *(Sentences(ended(fix), "Fix: ", "fix") for fix in fixes(verdict)),
@@ -199,10 +203,13 @@ def _details(verdict: Verdict) -> Iterator[str]:
     best = verdict.best
     if best is None:
         return
-    seen = "" if pointed_lines(verdict) else best.because
+    lines = pointed_lines(verdict)
+    seen = "" if lines else best.because
     if not any(one.of_rows for one in HYPOTHESES if one.name in verdict.causes):
         yield verdict.localisation.rows
-    if best.detail and not set(best.detail.split()) <= set(seen.split()):
+    notes_of_lines = " ".join(one.note for one in lines)
+    is_told = best.detail in notes_of_lines
+    if best.detail and not is_told and not set(best.detail.split()) <= set(seen.split()):
         yield f"Namely: {best.detail}"
     yield seen and f"Seen: {seen}"
 
@@ -269,13 +276,10 @@ def _what(verdict: Verdict) -> str:
         return "names, shapes or types are not those of the big batch"
     if wrong is not None and wrong.differs != "gradients":
         return wrong.headline
-    repaired = next(lines_of_repairs(verdict.repairs), None)
-    if (
-        repaired is not None
-        and repaired.is_fault
-        and not _is_near(repaired, _lines_of_cause(verdict))
-    ):
-        return f"a change in line {repaired.line.number} makes all gradients right"
+    repaired = _repaired_elsewhere(verdict)
+    if repaired:
+        lines = " or ".join(str(one.line.number) for one in repaired)
+        return f"a change in line {lines} makes all gradients right"
     if found is not None and found.kind != "not seen":
         return found.headline
     return "no known cause fits" if wrong is None else wrong.headline
@@ -307,6 +311,9 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
             of_cause.remove((innocent or of_cause)[-1])
         return of_cause
     by_mark = sorted(of_cause, key=lambda one: not one.is_fault)
+    elsewhere = _repaired_elsewhere(verdict)
+    if elsewhere:  # what leads to the mistake is one of several lines
+        by_mark = [replace(one, is_fault=False) for one in by_mark]
     if repaired[0].is_fault:
         notes = {_place(one): one.note for one in of_cause}
         repaired[0] = replace(repaired[0], note=notes.get(_place(repaired[0]), ""))
@@ -317,7 +324,19 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
     # The edits may leave out what is wrong elsewhere, so what was seen of a line is worth more.
     seen = set(map(_place, by_mark))
     only_edited = [one for one in repaired if _place(one) not in seen]
+    if elsewhere:
+        return _apart([*repaired[: len(elsewhere)], *by_mark])[:most]
     return _apart([*by_mark[:1], *only_edited[: max(1, most - 1)], *by_mark[1:]])[:most]
+
+
+def _repaired_elsewhere(verdict: Verdict) -> list[PointedLine]:
+    """The lines of which edits repair the step, if they are far from what else is shown."""
+    repairs, of_cause = verdict.repairs, _lines_of_cause(verdict)
+    edited = [PointedLine(one.line) for one in repairs.found if not one.is_broad]
+    if repairs.shows_the_fault:
+        return [] if _is_near(edited[0], of_cause) else edited[:1]
+    marked = {_place(one) for one in of_cause if one.is_fault}
+    return [] if marked & set(map(_place, edited)) else edited[:2]
 
 
 NEAR = 2

@@ -388,7 +388,9 @@ class WrongStep:
                     "the settings of the optimizer are those of the reference, so its state, or "
                     "clipping, or something else is not"
                 )
-            return f"{of} right, and the weights after it are not: {why}."
+            (_, of_some), *more = self.settings or [("", ("",))]
+            is_told = not of_some and not more  # the headline names no parameters
+            return f"{of} right, and the weights after it are not{'' if is_told else f': {why}'}."
         return (
             "The weights are right after each step of the optimizer, and something changes them "
             "afterwards."

@@ -15,25 +15,25 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 359,
     "adapters": 317,
-    "case": 3_230,
-    "checking": 730,
+    "case": 3_253,
+    "checking": 759,
     "commands": 5_908,
     "comparison": 1_749,
-    "diagnosis": 20_770,
+    "diagnosis": 21_177,
     "faults": 2_134,
     "gate": 1_971,
-    "measurement": 7_885,
+    "measurement": 8_044,
     "observed_scripts": 8_064,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
-    "report": 5_145,
+    "report": 5_174,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 283
+MOST_FILES = 286
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15

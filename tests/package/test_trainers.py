@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -73,7 +75,31 @@ def test_weights_that_are_wrong_after_right_gradients_are_told_with_their_line()
     assert verdict.wrong_step is not None
     assert (verdict.wrong_step.number, verdict.wrong_step.differs) == (2, "weights")
     assert "optimizer.step()" in str(verdict)
-    assert "in step 2 lr is 0.02, and 0.01 in the reference" in str(verdict)
+    text = " ".join(str(verdict).split())
+    assert text.count("lr is 0.02, and 0.01 in the reference") == 1
+    assert "of optimizer step 2 of 3 are right, and the weights after it are not. " in text
+
+
+class SchedulesFirst(own_trainers.Prepared):
+    def __call__(self, shard: dict[str, Tensor]) -> None:
+        self.schedule.step()
+        loss(self.ddp, shard).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_what_torch_has_against_the_order_of_the_calls_is_told() -> None:
+    verdict = check(
+        own_case(),
+        SchedulesFirst,
+        compare="update",
+        optimizer=momentum_with_schedule,
+        steps=STEPS,
+    )
+    text = " ".join(str(verdict).split())
+    assert "in step 1 lr is 0.05, and 0.1 in the reference" in text
+    warned = "Detected call of `lr_scheduler.step()` before `optimizer.step()`. "
+    assert re.search(rf"torch warns of line \d+: {re.escape(warned)}", text), text
 
 
 class SteppedInGroups(own_trainers.Trainer):
@@ -307,3 +333,52 @@ def test_a_loss_summed_over_each_micro_batch_and_divided_by_their_number_is_name
     verdict = check(own_case(), accumulates)
     assert verdict.cause == "local_loss_summed"
     assert "12 / 2 / 2 (examples / ranks / micro-batches)" in verdict.full_report()
+
+
+class AveragesInAHook:
+    """The optimizer's own hook reduces the gradients when it is about to step."""
+
+    left_out = 0
+
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        self.model = model
+        self.optimizer = adamw(list(model.parameters()))
+        self.optimizer.register_step_pre_hook(self.average)
+
+    def average(self, *_: Any) -> None:
+        every = list(self.model.parameters())
+        for parameter in every[self.left_out :]:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+            assert parameter.grad is not None
+            parameter.grad /= dist.get_world_size()
+
+    def __call__(self, shard: dict[str, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        loss(self.model, shard).backward()
+        self.optimizer.step()
+
+
+class LeavesOneOutInAHook(AveragesInAHook):
+    left_out = 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_are_those_that_hooks_of_the_optimizer_leave(steps: int) -> None:
+    options: Any = {"compare": "update", "optimizer": adamw, "steps": steps}
+    assert check(own_case(), AveragesInAHook, **options).outcome == "same"
+    verdict = check(own_case(), LeavesOneOutInAHook, **options)
+    assert verdict.cause == "parameter_not_reduced", str(verdict)
+    assert "1 of 4 parameters differs" in " ".join(str(verdict).split())
+
+
+class HalvesWhatItHasClipped(own_trainers.Trainer):
+    def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad *= 0.5
+
+
+def test_what_is_changed_after_clipping_is_held_against_the_clipped_big_batch() -> None:
+    text = " ".join(str(judged(HalvesWhatItHasClipped())).split())
+    assert "should count 1.00 1.00" in text
+    assert "every rank holds 0.50 0.50" in text
+    assert "error 0.5," in text

@@ -249,7 +249,9 @@ def _mend_twice(view: View) -> str:
         return f"do not divide {what} by {count}: DDP and ReduceOp.AVG average by themselves."
     if _divided_again(view):
         return f"leave out one of the two divisions by {count}."
-    return f"divide by {count} once, not twice: DDP, ReduceOp.AVG and FSDP do it by themselves."
+    if averages(view):
+        return f"divide by {count} once, not twice: DDP, ReduceOp.AVG and FSDP do it by themselves."
+    return f"leave out a division by {count}, or multiply the gradients by {count}."
 
 
 def _divided_once_more(view: View) -> Sequence[Prediction]:

@@ -73,6 +73,10 @@ FEW_DIGITS = "2"
 """A number of so few digits may have been written down as it is."""
 
 
+ADDED_UP = "and add the ranks' gradients up."
+"""The end of a fix after which no factor is left."""
+
+
 def _divided_by_all(view: View, summed: str) -> str:
     """The mend of a loss that divides by a count of its own."""
     if view.world_size == 1:
@@ -81,7 +85,7 @@ def _divided_by_all(view: View, summed: str) -> str:
         return f"{summed}; under DDP, multiply it by {view.world_size} too."
     if averages(view):
         return f"{summed}, and multiply it by {view.world_size} (world size)."
-    return f"{summed}, and add the ranks' gradients up."
+    return f"{summed}, {ADDED_UP}"
 
 
 def mend_examples(view: View) -> str:
@@ -172,22 +176,25 @@ def _of_counts(view: View) -> Sequence[Prediction]:
     if is_mean_over_examples(view):
         return ()
     predictions = _mean_of_means(view)
-    divisor = unit_of_means(view) if predictions else None
-    if divisor is None:
+    if not predictions or unit_of_means(view) is None:
         return ()
-    return [
-        replace(one, detail="; ".join(filter(None, (divisor, one.detail)))) for one in predictions
-    ]
+    return [replace(one, detail=_with_counts(view, one.detail)) for one in predictions]
 
 
-def unit_of_means(view: View) -> str | None:
+def _with_counts(view: View, detail: str) -> str:
+    """What the losses divide by, with what each of them has of it, or else what they are over."""
+    over = next((one for one in Over if detail.endswith(one.value)), Over.MICRO_BATCH)
+    return unit_of_means(view, over) or detail
+
+
+def unit_of_means(view: View, over: Over = Over.MICRO_BATCH) -> str | None:
     """What the loss divides by, in words, if each part's count of it gives the big batch.
 
     None if nothing does; "" for a loss that is known to divide by counts of its own.
     Parts with weights of their own would fit many a loss that is no mean, or that is random.
     """
     divisors = _divisors(view)
-    each = " and by ".join(f"{one.unit} ({_by_part(view, one.counts)})" for one in divisors)
+    each = " and by ".join(f"{one.unit} ({_by_part(view, one.counts, over)})" for one in divisors)
     if divisors:
         terms = f" has {len(divisors)} terms, which divide" if len(divisors) > 1 else " divides"
         return f"the loss{terms} by {each}"
@@ -202,11 +209,20 @@ def _divisors(view: View) -> list[Amounts]:
     return [divisor] if divisor is not None else what_its_terms_divide_by(view, parts)
 
 
-def _by_part(view: View, counts: Sequence[float]) -> str:
-    """How much each rank, or each of its micro-batches, has of what the loss divides by."""
+def _by_part(view: View, counts: Sequence[float], over: Over = Over.MICRO_BATCH) -> str:
+    """How much each part that the loss is a mean over has of what it divides by. ``counts``: those
+    of each rank's micro-batches.
+    """
+    what = "micro-batch" if _of_micro_batches(view) else "rank"
+    if over is not Over.MICRO_BATCH:
+        each = iter(counts)
+        by_rank = [[next(each) for _ in of_rank] for of_rank in view.parts.by_rank or ()]
+        is_window = over is Over.WINDOW
+        what = "rank" if is_window else "micro-batch of all ranks"
+        counts = [sum(of) for of in (by_rank if is_window else zip(*by_rank, strict=True))]
     shown = ", ".join(text_of(one, ".4g") for one in counts[:MOST_COUNTS])
     more = ", ..." if counts[MOST_COUNTS:] else ""
-    return f"by {'micro-batch' if _of_micro_batches(view) else 'rank'}: {shown}{more}"
+    return f"by {what}: {shown}{more}"
 
 
 def _of_micro_batches(view: View) -> bool:
@@ -220,7 +236,7 @@ def _lines_of_counts(view: View) -> Sequence[PointedLine]:
     lines = _lines_of_means(view, f"divides by the {whose}")
     ran = {line for of_rank in view.observed.lines_run.values() for line in of_rank}
     seen = [
-        PointedLine(one.line, f"divides here ({_by_part(view, one.counts)})")
+        PointedLine(one.line, f"divides here ({_by_part(view, one.counts, nearest_mean(view))})")
         for one in _divisors(view)
         if one.line in ran and one.line not in {shown.line for shown in lines}
     ]
@@ -364,8 +380,9 @@ def _wrong_and_right(view: View, ratio: WrongCount) -> tuple[str, str]:
 
 def _detail(view: View, ratio: WrongCount) -> str:
     """What each rank's part counts is not told: several counts may be the same multiple of it."""
-    if _divided_by(view, ratio) in (None, ratio.counts[0]):
-        return ratio.text
+    seen = _divided_by(view, ratio)
+    if seen in (None, ratio.counts[0]):  # what was not seen may count so many by chance
+        return f"{'as if ' if seen is None else ''}{ratio.text}"
     total = text_of(ratio.total, ".6g")
     wrong, right = _wrong_and_right(view, ratio)
     in_all = f"in all there are {total}, {ratio.right_unit}"
@@ -560,6 +577,9 @@ def _lines_that_gather(view: View) -> Sequence[PointedLine]:
     if is_own:
         gathers = [place for place in gathers if "gather" in place.op]  # a sum brings no rows
     losing = [place for place in gathers if _loses(place)]
+    own_backwards = [] if losing else _own_backwards(view)[:1]
+    for own in own_backwards:  # another one may gather what needs no gradient
+        gathers = [one for one in gathers if is_in_class(one.line, own.name)] or gathers
     pointed = []
     for place in (losing or gathers)[-1:]:
         count = _elements(place)
@@ -571,7 +591,7 @@ def _lines_that_gather(view: View) -> Sequence[PointedLine]:
     if is_own:
         note = "begins at the loss of this rank's examples against all ranks' outputs"
     shown = [*pointed, *last_of(view.observed.calls.backwards, note, is_fault=not pointed)]
-    for own in [] if losing else _own_backwards(view)[:1]:
+    for own in own_backwards:
         what = f"the gradient that {own.name} gives back; no collective ran in backward"
         others = (replace(one, is_fault=False) for one in shown)
         return [PointedLine(own.line, what, is_fault=True), *others]

@@ -19,6 +19,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     losses_close,
     where_all_report,
 )
+from ddp_equivalence.diagnosis.lines.behind import lines_behind
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     common_factor,
     hook_text,
@@ -27,7 +28,6 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     line_that_scales_gradients,
     lines_that_left_out,
 )
-from ddp_equivalence.diagnosis.lines.origins import lines_behind
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine

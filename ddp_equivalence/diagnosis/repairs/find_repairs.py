@@ -285,7 +285,8 @@ def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
     """
     for number, one in enumerate(repairs.found):
         is_fault = number == 0 and repairs.shows_the_fault
-        note = "" if is_fault else f"tried {one.text}: all gradients are right"
+        is_told = is_fault or f"line {one.line.number} {one.text}" in repairs.text
+        note = "" if is_told else f"tried {one.text}: all gradients are right"
         yield PointedLine(one.line, note, is_fault)
 
 

@@ -28,6 +28,7 @@ from ddp_equivalence.diagnosis.where.loss import (
     loss_on_one_rank,
     scalings_of_loss,
 )
+from ddp_equivalence.diagnosis.where.names import Names
 from ddp_equivalence.diagnosis.where.relations import (
     RELATED,
     Relation,
@@ -91,7 +92,7 @@ class BesideOneRank:
     ``unread``: the examples that no rank reads. ``lines_of_case``: file -> the lines that compute
     the big batch as well. ``left_unreduced``: the calls of backward after which each rank has left
     its own gradients as they were. ``at_each_step``: all of this is about the gradients with which
-    an optimizer steps.
+    an optimizer steps. ``names``: what names of the user's held on the ranks, and on one rank.
     """
 
     is_right_alone: bool | None
@@ -110,6 +111,7 @@ class BesideOneRank:
     lines_of_case: Mapping[str, set[int]] = field(default_factory=dict)
     left_unreduced: tuple[CodeLine, ...] = ()
     at_each_step: bool = False
+    names: Names = field(default_factory=Names)
 
     def is_right(self, line: CodeLine) -> bool:
         """True for a line of the case's own: it computes the big batch, which is right."""
@@ -198,7 +200,8 @@ def _compared(
     logs = logs_of(runs, sharing)
     found = divergences(logs, lambda: rows_of_the_loss(view))
     beside = BesideOneRank(True, 1.0, rounds_in, found, cuts, past_autograd(logs))
-    return replace(beside, left_unreduced=tuple(dict.fromkeys(left_unreduced(logs))))
+    left = tuple(dict.fromkeys(left_unreduced(logs)))
+    return replace(beside, left_unreduced=left, names=Names.of(runs))
 
 
 def _is_seed(run: Operations, operation: Operation) -> bool:
@@ -358,6 +361,9 @@ READ = (READ_BY_PYTHON, "is_nonzero")
 """The operations behind ``item()`` and ``if``."""
 
 
+ADDING = frozenset({"add", "add_", "sub", "sub_"})
+
+
 @dataclass(frozen=True)
 class Divergence:
     """One operation at which the ranks part from one rank: all that it was given is related to what
@@ -393,7 +399,14 @@ class Divergence:
     @property
     def reads_parts(self) -> bool:
         """True if it is given parts of a sum or mean, one on each rank, and joins none of them."""
-        return not self.operation.talks and any(how == "sum" for how, _ in self.given)
+        kinds = {how for how, _ in self.given}
+        return not self.operation.talks and "sum" in kinds and not self.adds_what_is_whole
+
+    @property
+    def adds_what_is_whole(self) -> bool:
+        """True if it adds what every rank has whole to the rank's own part of a sum."""
+        kinds = [how for how, _ in self.given]
+        return self.operation.name in ADDING and sorted(kinds) == ["sum", "whole"]
 
     @property
     def parts_made_at(self) -> list[CodeLine]:

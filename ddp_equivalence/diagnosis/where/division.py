@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,12 +23,15 @@ from ddp_equivalence.diagnosis.where.gradient_path import (
 from ddp_equivalence.diagnosis.where.own_gradient import Compared
 from ddp_equivalence.diagnosis.where.pieces import Pieces, same_loss
 from ddp_equivalence.diagnosis.where.whereabouts import (
+    LOSS_OF_ROWS,
     Whereabouts,
     distinct,
     ranked,
 )
+from ddp_equivalence.measurement.calls import Call
 
 SAME = 1e-3
+
 MOST_COUNTS = 8
 
 
@@ -126,12 +130,19 @@ def _listed(what: str, values: Mapping[int, float]) -> str:
     return shown + (", ..." if len(values) > MOST_COUNTS else "")
 
 
-def _no_mean(pieces: Pieces, what: str) -> tuple[str, str, list[PointedLine]]:
+def _of_loss(backward: Call | None, note: str) -> list[PointedLine | None]:
+    lines = lines_of_the_loss(backward, note, True)
+    return [one and replace(one, of_rows=note == LOSS_OF_ROWS) for one in lines]
+
+
+def _no_mean(
+    pieces: Pieces, compared: Sequence[Compared], what: str
+) -> tuple[str, str, list[PointedLine]]:
     """A headline, a clause, and the lines that deal the examples if that is wrong, where the big
     batch is not made of its parts by any known count.
     """
     view, together = pieces.view, pieces.loss_together
-    counts = Counter(row for one in pieces.all for row in one.rows or ())
+    counts = Counter(row for one in compared for row in one.piece.rows or ())
     if len({*counts.values()}) > 1 or len(counts) < view.setting.example_count:
         text = "the ranks read some examples more often than others, and the big batch reads each"
         return "examples do not count equally often", f"{text} once", lines_that_share(view)
@@ -162,10 +173,10 @@ def _other_divisor(
     factors = [one.factor or 0.0 for one in compared]
     shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_COUNTS])
     times = "" if all(abs(one - 1) <= SAME for one in factors) else f", times {shown}"
-    headline, note = "the big batch divides by another number", "the loss of the rows"
+    headline, note = "the big batch divides by another number", LOSS_OF_ROWS
     of_rows: list[PointedLine] = []
     if known is None:
-        headline, text, of_rows = _no_mean(pieces, what)
+        headline, text, of_rows = _no_mean(pieces, compared, what)
     elif not unit:
         text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"
@@ -188,7 +199,7 @@ def _other_divisor(
         headline,
         f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows{times}, and "
         f"{reduced}.",
-        distinct(of_rows or lines_of_the_loss(call, note, True)),
+        distinct(of_rows or _of_loss(call, note)),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
         fix="" if not unit else "divide each summed loss by the count of the whole batch.",

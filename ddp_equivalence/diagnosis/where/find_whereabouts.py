@@ -10,12 +10,16 @@ from torch import Tensor
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import common_loss_factor
-from ddp_equivalence.diagnosis.lines.origins import lines_behind, lines_that_return
+from ddp_equivalence.diagnosis.lines.behind import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.division import fault_of_division
-from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
+from ddp_equivalence.diagnosis.where.gradient_path import (
+    line_of,
+    lines_of_the_loss,
+    paths_of,
+)
 from ddp_equivalence.diagnosis.where.groups import (
     fault_of_mixed_parameters,
     fault_of_non_members,
@@ -98,6 +102,9 @@ def _in_order(view: View, found: Whereabouts) -> Whereabouts:
     order = {(line.file, line.number): number for line, number in run.items()}
     last = max(order.values(), default=0)
     lines = sorted(found.lines, key=lambda one: order.get((one.line.file, one.line.number), last))
+    if found.kind == "reduction" and view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK):
+        backwards = {one.line for one in view.observed.calls.backwards}  # in which hooks have run
+        lines = [replace(one, is_fault=one.is_fault and one.line not in backwards) for one in lines]
     return replace(found, lines=tuple(lines))
 
 
@@ -127,6 +134,10 @@ def _find(pieces: Pieces) -> Whereabouts:
                 "recognised which examples each backward pass was of"
             )
     own, reduction = _own(pieces), _reduction(pieces, None)
+    if reduction is not None and reduction.what == "gradients missing":
+        # What the ranks computed is not the big batch's, however it is reduced.
+        unmarked = tuple(replace(one, is_fault=False, missing="") for one in reduction.lines)
+        reduction = replace(reduction, lines=unmarked, fix="")
     if reduction is None or own is None:
         return reduction or own or not_seen("too little of the step was recorded")
     return reduction if own.kind == "big batch" else own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.source import called_name, place_at
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import ranked
@@ -203,6 +205,10 @@ def line_of(call: Call) -> CodeLine | None:
     return call.users_line or call.line
 
 
+ROOM = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
+"""Functions of torch that return memory as they find it."""
+
+
 def paths_of(pieces: Pieces) -> tuple[Path, ...]:
     """The ways of all gradients on all ranks that report; () if they were not recorded."""
     view = pieces.view
@@ -250,13 +256,21 @@ def _values_of(pieces: Pieces, rank: int) -> dict[str, Values]:
         for name, packed in state.values.items():
             if call.step != pieces.view.setting.step or name not in found:
                 continue
-            if last.get(name, b"") == packed:
+            if last.get(name, b"") == packed or _is_not_filled_yet(call):
                 continue
             last[name] = packed
             if found[name] and found[name][-1][0] == state.call:
                 found[name].pop()
             found[name].append((state.call, call, unpacked(packed)))
     return found
+
+
+def _is_not_filled_yet(call: Call) -> bool:
+    """True if the call only made room for a gradient, whose memory holds what was there before."""
+    line = line_of(call)
+    place = None if line is None or not call.rewrites else place_at(line)
+    made = None if place is None else place.value
+    return isinstance(made, ast.Call) and called_name(made) in ROOM
 
 
 def _paths_of_rank(

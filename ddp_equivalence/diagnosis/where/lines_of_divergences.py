@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,10 +12,11 @@ from torch import Tensor
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.lines.behind import lines_behind
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
 from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_no_sync
-from ddp_equivalence.diagnosis.lines.origins import divisors, lines_behind
-from ddp_equivalence.diagnosis.lines.source import RunLines, run_lines
+from ddp_equivalence.diagnosis.lines.origins import divisors
+from ddp_equivalence.diagnosis.lines.source import RunLines, place_at, run_lines
 from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
@@ -35,30 +37,32 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
     first_of_each_line,
     positions_text,
 )
-from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.calls import CodeLine, Kind, Operation
 
 MOST_DIVERGENCES = 2
 MOST_SHOWN = 4
 MOST_WORDS = 9
 """So many words of what no rank reads stand in a headline."""
 
-FIRST_OTHER = (
-    "Line {} has another result than on one rank, and what goes into it was not seen to differ."
-)
-
 NOT_REDUCED = (
-    "Line {} has another result than on one rank: it computes with the own gradients of each rank, "
-    "which nothing has reduced by then."
+    "Line {} computes with the own gradients of each rank, which nothing has reduced by then."
 )
 
 OF_OWN_ROWS = (
-    "Line {} has another result than on one rank. What goes into it are sums or means of each "
-    "rank's own part, which together are right."
+    "What goes into line {} are sums or means of each rank's own part, which together are right."
+)
+
+OF_WHOLE = (
+    "Line {} adds what every rank has whole to the rank's own part of a sum, so that it counts "
+    "once for each rank."
 )
 
 ONLY_RANKS_RUN = "Line {} runs otherwise on one rank, and what it makes goes into wrong gradients."
 
 ROUNDING = 1e-6
+
+ORDERING = frozenset({"sort", "topk", "msort"})
+"""Operations that return values by their size."""
 
 OTHER_GRADIENTS = "backward gives other gradients than on one rank"
 OTHER_IN_BACKWARD = "backward gives other gradients than the loss of the case"
@@ -81,8 +85,12 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """The place that was found already, with the lines that one rank shows."""
     found = unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
-    found = replace(found, rounds_in=beside.rounds_in)
-    return found if any(one.is_fault for one in found.lines) else replace(found, marks="")
+    lines = tuple(beside.names.told(found.lines)) or found.lines
+    is_marked = any(one.is_fault for one in lines)
+    if is_marked:
+        lines = tuple(one for one in lines if not one.of_rows)
+    marks = found.marks if is_marked else ""
+    return replace(found, rounds_in=beside.rounds_in, lines=lines, marks=marks)
 
 
 def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -214,18 +222,20 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
     found = _with_lines(found, beside, pointed, view)
     first, number = beside.divergences[0], pointed[0].line.number
     if found.kind != "not seen":
-        is_first = found.lines[0].line == pointed[0].line and first.reads_parts
-        sentence = OF_OWN_ROWS.format(number) if is_first and not first.unreduced else ""
-        return replace(found, sentence=found.sentence or sentence)
-    told, headline = FIRST_OTHER, "several ranks compute other values than one rank"
+        told = OF_WHOLE if first.adds_what_is_whole else OF_OWN_ROWS if first.reads_parts else ""
+        if found.lines[0].line != pointed[0].line or first.unreduced:
+            told = ""
+        known = "" if told == OF_WHOLE else found.sentence  # it says more
+        return replace(found, sentence=known or told.format(number))
+    told, headline = "", "several ranks compute other values than one rank"
     if first.alone is None:
         told = ONLY_RANKS_RUN
     elif first.unreduced:
         told, headline = NOT_REDUCED, "gradients are used before they are reduced"
         lines = (*found.lines[:1], *lines_of_no_sync(view), *found.lines[1:])
         found = replace(found, lines=first_of_each_line(lines))
-    elif first.reads_parts:
-        told = OF_OWN_ROWS
+    elif first.adds_what_is_whole or first.reads_parts:
+        told = OF_WHOLE if first.adds_what_is_whole else OF_OWN_ROWS
     return replace(
         found,
         kind="own gradient" if _before_reduction(first) else "reduction",
@@ -296,7 +306,8 @@ def _with_lines(
     own = [one for one in parts if not beside.is_right(one)] or parts
     behind = [PointedLine(line, OWN_PART) for line in own]
     if not behind and not (pointed[0].is_fault and first.is_given_right_values):
-        behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+        is_right = beside.names.is_right
+        behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES, is_right)
     notes = {one.line: one.note for one in found.lines if one.note}
     only_ranks = {one.operation.line for one in beside.divergences if one.alone is None}
     pointed = [
@@ -332,7 +343,7 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
     """The lines of the divergences. Those inside backward passes follow from others, if there are
     any, and have no line but that of the call of backward.
     """
-    found = beside.divergences
+    found = [one for one in beside.divergences if not is_of_torch(one.operation)]
     certain = [one for one in found if one.is_certain]
     outside = [one for one in certain if not one.operation.in_backward]
     uncertain = [one for one in found if not one.is_certain]
@@ -354,6 +365,15 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
             lines += [PointedLine(line, OWN_LEFT) for line in dict.fromkeys(one.unreduced)]
         lines += [PointedLine(line, MULTIPLE) for line in one.multiples if line not in backwards]
     return first_of_each_line(lines)
+
+
+def is_of_torch(operation: Operation) -> bool:
+    """True for places that a module of torch counts, not the line that calls it, and for the bytes
+    of objects that a collective sends: neither are values of the step.
+    """
+    place = None if operation.line is None else place_at(operation.line)
+    text = "" if place is None else ast.unparse(place.statement)
+    return "_object(" in text or (operation.name == "arange" and "range(" not in text)
 
 
 def _has_no_part(divergence: Divergence) -> bool:
@@ -404,6 +424,8 @@ def _note_of_divergence(divergence: Divergence, world_size: int) -> str:
     if divergence.apart is not None:
         at, *numbers = divergence.apart
         ours, theirs = (text_of(one, ".3g") for one in numbers)
+        if divergence.operation.name in ORDERING:  # what is first on a rank has no such place
+            return f"{name}: on some ranks no part of one rank's value"
         return f"{name}: rank {at} has {ours}, and one rank {theirs} there"
     if _has_no_part(divergence):
         return f"{name}: on some ranks no part of one rank's value"
@@ -456,6 +478,9 @@ def with_unlike_loss(
         for one, is_call in zip(unlike, calls, strict=True)
     ]
     first = [replace(one, is_fault=False) if beside.is_right(one.line) else one for one in first]
+    is_told = found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later)
+    if is_told and calls[0]:
+        first[0] = replace(first[0], note="")  # the headline says it
     behind = [
         PointedLine(line, f"goes into what line {one.line.number} computes")
         for one in unlike
@@ -473,7 +498,7 @@ def with_unlike_loss(
         nearest = [] if knows_numbers else behind[:1]
         own = _lines_of_own_backwards(view) if all(calls) else []
         ordered = [*(own or first), *nearest, *others, *behind]
-    if found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later):
+    if is_told:
         what = "computes what the loss of the case does not"
         if joining is not None:
             what = "joins different examples"

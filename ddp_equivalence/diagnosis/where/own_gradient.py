@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -122,10 +122,15 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     known = [other.piece.loss for other in compared if other.piece.loss is not None]
     of_rows = sum(bool(one.is_loss_right) or one.has_its_share(pieces) for one in compared)
     together = pieces.loss_together
+    right = pieces.view.examples.big_batch_loss
     if weight is None or together is None or 2 * of_rows >= len(compared):
         headline = f"rank {rank}: {one.losses}"
-        return Judged(headline, "", one.losses, one.is_loss_right is False)
-    right = pieces.view.examples.big_batch_loss
+        alone = [other.loss_alone for other in compared]
+        if len(known) == len(alone) and not _make_up(pieces, alone, right):
+            numbers = _apart(sum(known) / len(known), right)
+            headline = "the ranks' mean loss is {}, the big batch's {}".format(*numbers)
+        is_wrong = one.is_loss_right is False and not _make_up(pieces, known, right)
+        return Judged(headline, "", one.losses, is_wrong)
     rounding = pieces.tolerance * max(map(abs, known))
     size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), rounding, NO_LOSS)
     together, right = (0.0 if abs(one) <= rounding else one for one in (together, right))
@@ -157,6 +162,14 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     return Judged(headline, sentence, note, is_wrong, of_all=True)
 
 
+def _make_up(pieces: Pieces, losses: Sequence[float], right: float) -> bool:
+    """True if the losses of the ranks have the mean, or the sum, that the big batch's loss is."""
+    is_known = len(losses) == len(pieces.all) == pieces.view.world_size
+    return is_known and any(
+        same_loss(one, right) for one in (sum(losses), sum(losses) / len(losses))
+    )
+
+
 def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
     """Every piece beside its rows alone; None if the rows of one are not known."""
     found = []
@@ -165,6 +178,13 @@ def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
         if alone is None:
             return None
         factor = pieces.factor_between(piece.gradient, alone.gradient)
+        once = tuple(sorted({*(piece.rows or ())}))
+        if factor is None and len(once) < len(piece.rows or ()):
+            each = pieces.alone(replace(piece, rows=once))
+            if each is not None:  # it may have read some for two terms of its loss
+                factor = pieces.factor_between(piece.gradient, each.gradient)
+            if each is not None and factor is not None:
+                piece, alone = replace(piece, rows=once), each
         if factor is None and not piece.gradient.any() and not alone.gradient.any():
             factor = 1.0
         drawn = pieces.alone(piece, drawn_again=True) if factor is None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isclose
 
 import torch
 
@@ -401,7 +402,10 @@ class _Search:
         lost, who = self._lost_at(missing), ranked(missing, self.view.world_size)
         if lost is None:
             return self._never_in(missing, who)
-        what = f"{done_text(lost.call, self.pieces)}; after it: {self._text(lost.mix)}"
+        # A collective leaves to other ranks what is the own gradient of one.
+        rank = None if lost.call.collective is not None else self.path.rank
+        left = mix_text(lost.mix, self.pieces, rank)
+        what = f"{done_text(lost.call, self.pieces)}; after it: {left}"
         text = f"{who.capitalize()} had computed a gradient, and the marked line replaced it."
         return self._of("gradients of some ranks are missing", text, [pointed(lost, what, True)])
 
@@ -576,6 +580,8 @@ class _Search:
             right = good.held.uniform
         parted: list[PointedLine | None] = [*filter(None, self._where_they_part())]
         lines = parted or [*self._hook_divisors(), *self._all_changes()]
+        if not parted and self._ends_with_a_mean():  # which is right by itself
+            lines = [one and replace(one, is_fault=False) for one in lines]
         here = [one for one in self.bad if one.names == self.path.names]
         held = _by_number((one.rank, one.held.uniform) for one in here if one.held)
         if right and len(held) > 1:
@@ -595,6 +601,15 @@ class _Search:
             return replace(found, sentence="")
         text = f"All ranks count equally, with {times}."
         return self._of("gradients have wrong factors, not all the same", text, lines)
+
+    def _ends_with_a_mean(self) -> bool:
+        """True if the last change divides by the number of ranks, and leaves the ranks' mean."""
+        last, count = self.path.states[-1:], self.view.world_size
+        for state in last:
+            change, uniform = state.call.change, state.mix.uniform if state.mix else None
+            factors = (change.factor if change is not None else None, uniform)
+            return all(isclose((one or 0.0) * count, 1.0, rel_tol=SAME_WEIGHT) for one in factors)
+        return False
 
     def _own_factors(self, here: Sequence[Path]) -> list[PointedLine]:
         """The lines that multiply by another number on each rank, and what makes this number."""

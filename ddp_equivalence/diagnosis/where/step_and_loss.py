@@ -487,8 +487,25 @@ class _Search:
             is_copy = number in self._copied and len(value.elements) < FEWEST_WHOLE * BYTES
             if known == "no" and (is_copy or (is_scalar and not self._scalars_count)):
                 known = "unknown"
+            self._cache[number] = (
+                known  # for values that are packed alone, and so made of themselves
+            )
+            parts = self._packed.get(number, ())
+            if known == "no" and parts and all(self._of_value(one) == "yes" for one in parts):
+                known = "yes"
             self._cache[number] = known
         return self._cache[number]
+
+    @cached_property
+    def _packed(self) -> dict[int, tuple[int, ...]]:
+        """The values that are nothing but other values beside each other, with these."""
+        return {
+            made: tuple(given for given in one.given if given is not None)
+            for one in self._operations
+            if one.name in PACKING
+            for made in one.returned
+            if made is not None and made not in self._wrong
+        }
 
     @cached_property
     def _copied(self) -> set[int]:

@@ -237,8 +237,9 @@ class TwoLogs:
         operation = self.alone.operations[number]
         alone = operation.returned[place]
         how = self._related(values, alone).how
-        if operation.name == TO_ONE_RANK and "whole" in self._of_single_ranks(values, alone):
-            return "whole"  # to the others it leaves anything
+        if operation.name == TO_ONE_RANK:  # to the others it leaves anything
+            of_single = self._of_single_ranks(values, alone)
+            how = next((one for one in of_single if one in ("whole", "scaled")), how)
         how = "other" if how == "extreme" and not self._is_sent(number) else how
         return "positions" if how == "other" and number in self._positions else how
 

@@ -18,6 +18,7 @@ MOST_LINES = 3
 MOST_RANKS = 6
 MOST_RANGES = 3
 
+LOSS_OF_ROWS = "the loss of the rows"
 LOOK_FIRST = "> marks what to look at first."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."

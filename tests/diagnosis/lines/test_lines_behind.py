@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.diagnosis.lines.origins import divisors, gone_through, lines_behind
+from ddp_equivalence.diagnosis.lines.behind import lines_behind
+from ddp_equivalence.diagnosis.lines.origins import divisors, gone_through
 from ddp_equivalence.diagnosis.lines.source import RunLines
+from ddp_equivalence.diagnosis.setting import Reading
 from ddp_equivalence.measurement.calls import CodeLine
 
 SOURCE = """
@@ -121,6 +123,20 @@ def number_of(text: str) -> int:
 def function_at(number: int) -> str:
     named = [line.split("def ")[1].split("(")[0] for line in LINES[:number] if "def " in line]
     return named[-1] if named else "<module>"
+
+
+def test_nothing_behind_what_is_known_to_be_right_is_shown(ran: tuple[str, RunLines]) -> None:
+    file, run = ran
+    number = number_of("return value")
+    asked = list[tuple[str, bool]]()
+
+    def is_right(reading: Reading) -> bool:
+        asked.append((reading.name, reading.passed))
+        return reading.name == "value"
+
+    at = CodeLine(file, number, function_at(number))
+    assert lines_behind(run, at, 2, is_right) == []
+    assert asked == [("value", False)]
 
 
 @pytest.mark.parametrize(

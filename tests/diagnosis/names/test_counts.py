@@ -253,6 +253,32 @@ def test_what_each_of_several_ranks_divides_by_is_not_said_to_count_anything() -
     assert "Fix: divide by 12 / 2 (the elements that it takes the mean of), not by 18." in report
 
 
+def with_two_masks(generator: torch.Generator) -> dict[str, Tensor]:
+    rows = torch.arange(EXAMPLES)
+    return make_batch(generator) | {"real": rows % 4 != 3, "bonds": rows % 3 != 2}
+
+
+def summed_over_real(model: nn.Module, batch: Any) -> Any:
+    return (model(batch["rows"]).square().sum(1) * batch["real"]).sum()
+
+
+def mean_over_real(model: nn.Module, batch: Any) -> Any:
+    return summed_over_real(model, batch) / batch["real"].sum()
+
+
+def half_of_an_odd_count(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp, count = DistributedDataParallel(model), shard["real"].sum()
+    dist.all_reduce(count)
+    (summed_over_real(ddp, shard) / (count // rank.world_size)).backward()
+
+
+def test_what_counts_as_many_by_chance_is_not_said_to_be_divided_by() -> None:
+    verdict = check(case(batch=with_two_masks, loss=mean_over_real), half_of_an_odd_count)
+    assert verdict.cause == "divided_by_another_count", verdict
+    report = " ".join(report_of(verdict).split())
+    assert "Namely: as if divided by 8, elements of bonds that are set, instead of 9, " in report
+
+
 def test_a_term_that_is_no_mean_is_not_said_to_have_a_count() -> None:
     verdict = check(case(batch=with_zeros, loss=with_a_spread), under_ddp(with_a_spread))
     assert verdict.outcome == "different"

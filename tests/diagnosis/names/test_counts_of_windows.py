@@ -80,17 +80,19 @@ def mean_over_all_ranks(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "over"),
+    ("step", "counts"),
     [
-        (mean_of_the_window(4), "all micro-batches of a rank"),
-        (mean_over_all_ranks, "each micro-batch of all ranks together"),
+        (mean_of_the_window(4), (24, 22)),
+        (mean_over_all_ranks, (10, 11, 12, 13)),
     ],
     ids=["of_a_window", "over_all_ranks"],
 )
-def test_means_over_windows_are_named_with_what_they_are_over(step: Step, over: str) -> None:
+def test_means_over_windows_are_named_with_their_own_counts(
+    step: Step, counts: tuple[int, ...]
+) -> None:
     verdict = named(tokens(), step)
     assert rivals(verdict) == ["token_counts_weighted_equally"], verdict
-    assert f"the means are over {over}" in first_finding(verdict).detail
+    assert f"{', '.join(map(str, counts))})" in first_finding(verdict).detail
 
 
 def means_of_micro_batches(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -113,7 +114,7 @@ def test_a_factor_that_comes_with_the_ranks_is_named(
     verdict = check(case(layout, loss=loss), step)
     assert verdict.causes == (cause,), verdict
     assert len(faulty_lines(verdict)) == 1, str(verdict)
-    assert "Explains every element." in report_of(verdict)
+    assert "Fits every element." in report_of(verdict)
 
 
 @pytest.mark.parametrize(
@@ -235,3 +236,46 @@ def test_a_wrong_factor_is_that_of_the_ranks_that_have_it_though_they_are_most(
 ) -> None:
     report = report_of(check(case("1x4"), weighs_some_ranks(weights)))
     assert f"{who}: the loss has a wrong factor" in report, report
+
+
+def whole_loss_and_mean(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The losses already add up to that of the big batch, so that their gradients do, too."""
+    value = torch.autograd.grad(squares(model, shard), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), value, strict=True):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        parameter.grad = total * (1 / rank.world_size**2)
+
+
+def test_a_division_too_many_that_was_not_seen_is_not_put_down_to_ddp() -> None:
+    verdict = check(case("1x4"), whole_loss_and_mean)
+    assert "not seen happening" in report_of(verdict), verdict
+    assert "Fix: leave out a division by 4, or multiply the gradients by 4." in report_of(verdict)
+    assert "Every rank holds 0.25 times" not in report_of(verdict)  # the first line says it
+
+
+def summed_over(divisor: int, bucket: Any) -> Any:
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0] / divisor)
+
+
+def own_counts_and_ranks_of_a_node(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    # torch reads the annotation of "bucket", which is text in this file
+    ddp.register_comm_hook(rank.local_world_size, lambda size, bucket: summed_over(size, bucket))
+    masked(ddp, shard).backward()
+
+
+def masked(model: nn.Module, batch: Any) -> Any:
+    errors = (model(batch["rows"]) - batch["targets"]).square()
+    weights = (batch["rows"].sum(1, keepdim=True) > -1).to(errors.dtype)
+    return (errors * weights).sum() / weights.sum()
+
+
+def test_of_two_causes_only_that_without_a_common_factor_is_called_a_multiple() -> None:
+    verdict = check(case("2x2", loss=masked), own_counts_and_ranks_of_a_node)
+    assert verdict.causes == ("token_counts_weighted_equally", "divided_by_local_world_size")
+    text = report_of(verdict)
+    assert "times what they should be" not in text
+    assert text.count("Fix: ") == 1  # after the first fix no factor is left
+    assert "and add the ranks' gradients up." in text

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_equivalence import check
 from tests.diagnosis.where.faulty import CASE, average, loss, marked_line, unnamed
 
 pytestmark = pytest.mark.self_check
@@ -70,3 +71,57 @@ def test_no_line_is_shown_behind_one_that_was_given_right_values() -> None:
 def test_a_step_that_rounds_is_right_on_one_rank_up_to_this_rounding() -> None:
     where = unnamed(CASE, rounded)
     assert where.beside_one_rank.endswith("the step is right, up to rounding in bfloat16.")
+
+
+# What every rank has whole, added to each rank's part of a sum, counts once for each rank.
+
+
+def penalty(model: Any) -> Any:
+    return 0.3 * model.middle.weight.square().sum()
+
+
+def summed_with_penalty(model: Any, batch: Any) -> Any:
+    return (model(batch["rows"]) - batch["targets"]).square().sum() / 16 + penalty(model)
+
+
+def penalty_on_every_rank(model: Any, shard: Any, rank: Any) -> None:
+    fit = (model(shard["rows"]) - shard["targets"]).square().sum() / 16
+    value = fit + penalty(model)  # fault
+    value.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def test_what_every_rank_adds_whole_to_its_part_of_a_sum_is_told() -> None:
+    where = unnamed(replace(CASE, loss=summed_with_penalty), penalty_on_every_rank)
+    line = marked_line(penalty_on_every_rank)
+    what = f"Line {line} adds what every rank has whole to the rank's own part of a sum"
+    assert where.sentence.startswith(what), where.sentence
+    assert [one.line.number for one in where.lines if one.is_fault] == [line]
+
+
+# A loss that joins examples gives the rows of a rank alone another loss than among all others.
+
+
+def centred(model: Any, batch: Any, centre: Any = None) -> Any:
+    outputs = model(batch["rows"])
+    centre = outputs.mean(0) if centre is None else centre
+    return (outputs - centre).square().mean() + outputs.mean().square()
+
+
+def another_centre_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
+    outputs = model(shard["rows"])
+    centre = outputs.mean(0).detach() * (1 + rank.rank)  # fault
+    dist.all_reduce(centre)
+    centred(model, shard, centre / rank.world_size).backward()
+    for name, parameter in model.named_parameters():
+        if name != "head.bias":
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= rank.world_size
+
+
+def test_the_loss_of_rows_alone_is_no_measure_where_they_have_another_one_among_others() -> None:
+    verdict = check(replace(CASE, loss=centred, layout="1x2"), another_centre_on_one_rank)
+    text = " ".join(str(verdict).split())
+    assert "its own rows give" not in text
+    assert "rows give" not in text.partition("[")[0]

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import check
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repair, Repairs, lines_of_repairs
-from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.diagnosis.where.lines_of_divergences import is_of_torch
+from ddp_equivalence.measurement.calls import CodeLine, Operation
 from ddp_equivalence.report.cause import how_sure
 from ddp_equivalence.report.verdict import Verdict
 from tests.diagnosis.where.faulty import (
@@ -288,7 +289,7 @@ def test_a_cause_that_was_not_seen_is_not_believed_together_with_a_factor() -> N
 
 def test_a_cause_beside_another_mistake_does_not_explain_every_element() -> None:
     assert how_sure(judged(not_reduced_and_another_weight)) == ""
-    assert how_sure(judged(copy_is_reduced)) == "Explains every element."
+    assert how_sure(judged(copy_is_reduced)) == "Fits every element."
 
 
 def divided_before_a_copy_is_reduced(model: Any, shard: Any, rank: Any) -> None:
@@ -387,3 +388,270 @@ def test_edits_of_lines_far_from_each_other_mark_none_of_them() -> None:
     apart = Repairs((Repair(near, "a", "b"), Repair(far, "c", "d")), 2, 5, 5)
     assert not any(one.is_fault for one in lines_of_repairs(apart))
     assert apart.text.startswith("line 10 with `b` in place of `a`, or line 40 with `d` in place")
+
+
+# Memory that nothing was written to, losses that are right together, and what only puts gradients
+# beside each other.
+
+
+def made_room_first(model: Any, shard: Any, rank: Any) -> None:
+    """The weights of two ranks are wrong. Before gradients are written, their memory is not set."""
+    loss(model, shard).backward()
+    flat = torch.cat([one.grad.flatten() for one in model.parameters()])
+    flat *= 1 + 0.5 * (rank.rank % 2)
+    dist.all_reduce(flat)
+    flat /= rank.world_size
+    torch.use_deterministic_algorithms(True)  # what is not set is nan then
+    try:
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)  # room
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.nn.utils.vector_to_parameters(flat, [one.grad for one in model.parameters()])
+
+
+def test_a_line_that_makes_room_for_gradients_is_not_said_to_change_them() -> None:
+    where = unnamed(CASE, made_room_first)
+    source, first = getsourcelines(made_room_first)
+    room = next(n for n, text in enumerate(source, first) if text.rstrip().endswith("# room"))
+    assert room not in [one.line.number for one in where.lines], where.lines
+    assert "weights" in where.sentence or "times" in where.sentence, where.sentence
+
+
+class Centred(Small):
+    """The mean of all rows is taken from the outputs."""
+
+    def forward(self, rows: Tensor, average: Any = lambda mean: mean) -> Any:
+        outputs = super().forward(rows)
+        return outputs - average(outputs.mean(0))
+
+
+class AveragedForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor) -> Tensor:
+        mean = mean.clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / dist.get_world_size()  # fault
+
+
+def centre_of_all_ranks(model: Any, shard: Any, rank: Any) -> None:
+    outputs = model(shard["rows"], AveragedForwardOnly.apply)
+    F.mse_loss(outputs, shard["targets"]).backward()
+    average(model)
+
+
+def test_losses_whose_mean_is_the_big_batch_s_are_right() -> None:
+    where = unnamed(replace(CASE, model=Centred), centre_of_all_ranks)
+    assert "its loss is" not in where.headline
+    assert "The loss is right" in where.sentence
+    assert marked_line(AveragedForwardOnly) in [one.line.number for one in where.lines]
+
+
+def packed_and_squashed(model: Any, shard: Any, rank: Any) -> None:
+    gradients = torch.autograd.grad(loss(model, shard), list(model.parameters()))
+    flat = torch.cat([one.flatten() for one in gradients])
+    flat = flat / (1.0 + flat.abs())  # fault
+    dist.all_reduce(flat)
+    flat /= rank.world_size
+    sizes = [one.numel() for one in model.parameters()]
+    for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+
+
+def test_gradients_beside_each_other_are_no_other_values_than_the_loss_has() -> None:
+    where = unnamed(CASE, packed_and_squashed)
+    faults = [one.line.number for one in where.lines if one.is_fault]
+    packed = marked_line(packed_and_squashed) - 1
+    assert packed + 1 in faults
+    assert packed not in faults, where.lines
+
+
+def all_but_the_head(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name != "head.bias":
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def centre_of_all_ranks_and_one_is_left_out(model: Any, shard: Any, rank: Any) -> None:
+    outputs = model(shard["rows"], AveragedForwardOnly.apply)
+    F.mse_loss(outputs, shard["targets"]).backward()
+    all_but_the_head(model)
+
+
+def test_losses_that_are_right_together_are_right_where_the_ranks_hold_different_gradients() -> (
+    None
+):
+    verdict = judged(centre_of_all_ranks_and_one_is_left_out, replace(CASE, model=Centred))
+    text = " ".join(str(verdict).split())
+    assert "its loss is" not in text
+    assert "The loss is right" in text
+
+
+# Rows that are read once for each of two terms, values in the order of their size, bytes of
+# objects, and hooks that run in a backward pass.
+
+
+def two_parts(outputs: Tensor, border: Tensor, weight: Tensor) -> Tensor:
+    return outputs.square().mean() + weight * border.square().mean()
+
+
+def with_border(model: Any, batch: Any) -> Any:
+    border = model(batch["rows"][::3])
+    return two_parts(model(batch["rows"]), border, border.detach().square().mean().sqrt())
+
+
+def weighted_by_the_own_border(model: Any, shard: Any, rank: Any) -> None:
+    with_border(model, shard).backward()
+    average(model)
+
+
+def test_rows_that_are_read_for_two_terms_are_those_of_the_rank_once() -> None:
+    where = unnamed(replace(CASE, loss=with_border, layout="1x2"), weighted_by_the_own_border)
+    assert where.headline == "the mean of the ranks' gradients is not the big batch's"
+    assert "more often" not in where.sentence
+
+
+def hardest(model: Any, batch: Any) -> Any:
+    errors = (model(batch["rows"]) - batch["targets"]).square().flatten()
+    return errors.topk(len(batch["rows"])).values.mean()  # as many as there are rows
+
+
+def hardest_of_the_rank(model: Any, shard: Any, rank: Any) -> None:
+    hardest(model, shard).backward()
+    all_but_the_head(model)
+
+
+def test_the_largest_values_of_a_rank_are_not_held_against_those_of_other_places() -> None:
+    where = unnamed(replace(CASE, loss=hardest, layout="1x2"), hardest_of_the_rank)
+    notes = [one.note for one in where.lines]
+    assert any("topk" in note for note in notes), notes
+    assert not any("topk: rank" in note for note in notes), notes
+
+
+def places(embed: Any, numbers: Any, received: Any) -> Any:
+    rows = embed(numbers)
+    dist.all_gather_object(received, rows)
+    return rows, torch.arange(len(rows)), torch.ones_like(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "is_of_torch_itself"),
+    [
+        ("arange", 1, True),  # an nn.EmbeddingBag counts where its bags begin
+        ("embedding", 1, False),
+        ("tensor", 2, True),
+        ("arange", 3, False),
+        ("ones_like", 3, False),
+    ],
+)
+def test_what_torch_counts_for_itself_is_no_value_that_differs(
+    name: str, line: int, is_of_torch_itself: bool
+) -> None:
+    at = CodeLine(__file__, getsourcelines(places)[1] + line, "places")
+    assert is_of_torch(Operation(name, at, (), (), ())) == is_of_torch_itself
+
+
+def halved(state: Any, bucket: Any) -> Any:
+    reduced = dist.all_reduce(bucket.buffer() * 0.37, async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0])
+
+
+def hooked(model: Any, shard: Any, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, lambda state, bucket: halved(state, bucket))
+    loss(ddp, shard).backward()
+
+
+def test_the_call_of_backward_is_not_marked_for_what_a_hook_does_in_it() -> None:
+    verdict = judged(hooked)
+    where = verdict.localisation.whereabouts
+    assert where is not None
+    marked = [one.note for one in where.lines if one.is_fault]
+    assert not any("backward" in note for note in marked), str(verdict)
+
+
+class GathersForwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own.contiguous())  # gather
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].chunk(dist.get_world_size())[dist.get_rank()]  # fault
+
+
+def against_all(own: Tensor, all_of_them: Tensor, scale: Tensor, first: int) -> Tensor:
+    logits = own @ all_of_them.T / scale.std()
+    return F.cross_entropy(logits, torch.arange(len(own)) + first)
+
+
+def contrast(model: Any, batch: Any) -> Any:
+    outputs = model(batch["rows"])
+    return against_all(outputs, outputs, batch["targets"], 0)
+
+
+def gathered_with_a_column(model: Any, shard: Any, rank: Any) -> None:
+    outputs = model(shard["rows"])
+    gather: Any = GathersForwardOnly.apply
+    every = gather(outputs)
+    columns = [torch.empty_like(shard["targets"]) for _ in range(rank.world_size)]
+    dist.all_gather(columns, shard["targets"].contiguous())  # of a column
+    against_all(outputs, every, torch.cat(columns), rank.rank * len(outputs)).backward()
+    average(model)
+
+
+def test_of_several_gathers_that_of_the_own_function_is_shown() -> None:
+    verdict = judged(gathered_with_a_column, replace(CASE, loss=contrast))
+    assert verdict.cause == "gather_without_gradient", str(verdict)
+    text = str(verdict)
+    assert "# gather" in text
+    assert "# of a column" not in text
+
+
+def two_losses_and_a_mean(model: Any, shard: Any, rank: Any) -> None:
+    """Each rank adds up two losses where one has their mean; one parameter is reduced twice."""
+    for half in (slice(0, 4), slice(4, 8)):
+        loss(model, {name: leaf[half] for name, leaf in shard.items()}).backward()
+    for parameter in (*model.parameters(), model.head.weight):
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(rank.world_size)  # the mean
+        parameter.grad *= 1.0
+    dist.all_reduce(model.head.bias.grad)
+
+
+def test_the_division_that_leaves_the_mean_of_the_ranks_is_not_marked() -> None:
+    verdict = judged(two_losses_and_a_mean, replace(CASE, layout="1x2"))
+    marked_lines = [line for line in str(verdict).splitlines() if line.startswith("> ")]
+    assert "2 times the right weight" in " ".join(str(verdict).split())
+    assert not any("# the mean" in line for line in marked_lines), str(verdict)
+
+
+# Causes that would leave a mistake, or make right gradients wrong.
+
+
+def divided_again(model: Any, shard: Any, rank: Any) -> None:
+    own_centre(model, shard).backward()
+    average(model)
+    for parameter in model.parameters():
+        parameter.grad.div_(rank.world_size)
+
+
+def own_centre(model: Any, batch: Any) -> Any:
+    outputs = model(batch["rows"])
+    return (outputs - outputs.mean(0)).square().mean().sqrt() * outputs.std()
+
+
+def test_a_division_too_many_of_a_wrong_mean_leaves_a_mistake() -> None:
+    verdict = judged(divided_again, replace(CASE, loss=own_centre))
+    text = " ".join(str(verdict).split())
+    assert verdict.causes == ("averaged_twice",)
+    assert "so something else is wrong, too" in text
+    assert "Fits the numbers" not in text
+    assert "Fits every element" not in text

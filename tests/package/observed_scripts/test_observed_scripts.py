@@ -124,7 +124,7 @@ def test_where_nothing_is_shown_the_verdict_is_unknown(
 
 NAMED: list[Any] = [
     ("classifier.py frozen", {}, "parameter_frozen_on_one_rank", "frozen on rank 1 only"),
-    ("classifier.py reduced_last", {}, "clipped_before_reduce", "Explains every element."),
+    ("classifier.py reduced_last", {}, "clipped_before_reduce", "Fits every element."),
     ("classifier.py group_of_one by_hand", {}, "reduced_in_wrong_group", "in groups"),
     ("classifier.py teacher by_hand", {}, "weights_differ_between_ranks", "of Linear differ"),
     # The line calls the model, and is watched in the middle of it.

@@ -140,6 +140,36 @@ def test_of_edited_lines_beside_each_other_one_is_shown_before_lines_far_away(
     assert f"a change in line {LINE} makes all gradients right" in str(verdict).partition("\n\n")[0]
 
 
+def test_edits_of_several_lines_take_the_mark_from_another_one_and_are_the_headline(
+    verdict: Verdict,
+) -> None:
+    repair = _repair(verdict, FAULTY, "parameter.grad /= rank.world_size")
+    first, second, other = LINE, LINE - 10, LINE - 1
+    found = [replace(repair, line=replace(repair.line, number=n)) for n in (first, second)]
+    assert verdict.analysis is not None
+    where = verdict.analysis.localisation.whereabouts
+    assert where is not None
+    marked = PointedLine(replace(repair.line, number=other), "seen here", is_fault=True)
+    where = replace(where, lines=(marked,), sentence="It is line 1.", marks="")
+    verdict.analysis.localisation = replace(verdict.analysis.localisation, whereabouts=where)
+    verdict = repaired(verdict, Repairs(tuple(found), 2, 5, 9))
+    shown = pointed_lines(verdict)
+    assert [(one.line.number, one.is_fault) for one in shown[:2]] == [
+        (first, False),
+        (second, False),
+    ]
+    assert not any(one.is_fault for one in shown)
+    text = " ".join(str(verdict).split())
+    assert f"a change in line {first} or {second} makes all gradients right" in text
+    assert "It is line 1." not in text
+    assert "tried with" not in text  # "Tried" says it
+    # An edit of the marked line itself speaks for the mark.
+    also = Repairs((replace(repair, line=marked.line), found[1]), 2, 5, 9)
+    assert [one.line.number for one in pointed_lines(repaired(verdict, also)) if one.is_fault] == [
+        other
+    ]
+
+
 def test_nothing_is_said_of_marks_that_an_edited_line_has_taken(verdict: Verdict) -> None:
     assert verdict.analysis is not None
     where = verdict.analysis.localisation.whereabouts
