@@ -531,6 +531,10 @@ def test_the_largest_values_of_a_rank_are_not_held_against_those_of_other_places
     notes = [one.note for one in where.lines]
     assert any("topk" in note for note in notes), notes
     assert not any("topk: rank" in note for note in notes), notes
+    # The head is not reduced, and to reduce what the ranks have computed is not enough.
+    assert where.headline == "gradients of some ranks are missing"
+    assert where.fix == ""
+    assert not any(one.is_fault for one in where.lines), where.lines
 
 
 def places(embed: Any, numbers: Any, received: Any) -> Any:
