@@ -272,8 +272,7 @@ class StepCount:
             caller = sys._getframe(1)
             if self._inside and not _runs(self._outermost, caller):
                 self._inside, self._waits_for_closure = 0, False
-                if self._last_hook is not None:
-                    self._last_hook.remove()
+                self._remove_last_hook()
             self._inside += 1
             if self._inside != 1:
                 return None
@@ -295,9 +294,7 @@ class StepCount:
             self._inside -= 1
             if self._inside == 0:
                 self._outermost = None
-                if self._last_hook is not None:
-                    self._last_hook.remove()
-                    self._last_hook = None
+                self._remove_last_hook()
                 self._has_gradients(optimizer)
                 self.after()
 
@@ -307,7 +304,14 @@ class StepCount:
         finally:
             for handle in handles:
                 handle.remove()
+            self._remove_last_hook()
             self._outermost = None  # it keeps what the step holds
+
+    def _remove_last_hook(self) -> None:
+        """An optimizer has stepped, or has raised while it did."""
+        if self._last_hook is not None:
+            self._last_hook.remove()
+            self._last_hook = None
 
     def _with_noticed_closure(
         self, optimizer: Optimizer, arguments: Arguments, named: Named

@@ -121,7 +121,7 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
             request, weights = clipped, _compared(clipped, "update")
         by_gradients = _by_gradients(request, judge)
         is_left_over = weights.steps_copies or _reduces_inside_a_step(by_gradients)
-        if is_left_over and by_gradients.outcome == "different":
+        if is_left_over:
             as_a_whole = judge(replace(request, by_steps=False))
             if not _are_reduced(by_gradients) or _is_shown(as_a_whole):
                 return as_a_whole  # .grad may be no more than left over

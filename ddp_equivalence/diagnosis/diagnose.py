@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import in_order, text_of
 from ddp_equivalence.diagnosis.causes import CAUSE_OF, HYPOTHESES
-from ddp_equivalence.diagnosis.causes.losses import ADDED_UP
+from ddp_equivalence.diagnosis.causes.losses import leaves_no_factor
 from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
@@ -211,11 +211,11 @@ def _pointed(finding: Finding, view: View) -> Finding:
         return finding
     if hypothesis.guess and not hypothesis.seen(view):
         finding = _as_a_guess(finding, hypothesis.guess, view)
-    fix = hypothesis.fix(view)
     more = tuple(_pointed(one, view) for one in finding.more)
-    if fix.endswith(ADDED_UP):  # no factor is left
+    if leaves_no_factor(finding.cause, view):
         more = tuple(replace(one, fix="") for one in more)
-    return replace(finding, fix=fix, lines=_lines(hypothesis, view), more=more)
+    lines = _lines(hypothesis, view)
+    return replace(finding, fix=hypothesis.fix(view), lines=lines, more=more)
 
 
 def _as_a_guess(finding: Finding, guess: str, view: View) -> Finding:

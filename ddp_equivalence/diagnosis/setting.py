@@ -276,9 +276,9 @@ class PointedLine:
     """``note``: what the line did, as a clause of the report; "" if the line speaks for itself.
 
     ``is_fault``: the line to change, or, if something is ``missing``, the line after which it
-    should stand. ``missing``: what should stand there. ``begins_backward``: a backward
-    pass begins there, and nothing else is known of the line, or no more than that it makes the loss
-    of the rows: ``of_rows``. ``reads``: what the line gives to another one.
+    should stand. ``missing``: what should stand there. ``begins_backward``: a backward pass begins
+    there, and nothing else is known of the line. ``of_rows``: it makes the loss of a rank's rows,
+    and nothing else is known of it. ``reads``: how another line reads what this one makes.
     """
 
     line: CodeLine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad, clip_grads_with_norm_
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -391,11 +393,11 @@ OF_THE_SUITE_TOO = frozenset(
 """The suite makes such calls itself, which no line of the user's or of another package leads to."""
 
 
-def and_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    """The class, and all that are made of it so far."""
-    yield kind
+def subclasses_of(kind: type[Any]) -> Iterator[type[Any]]:
+    """All classes that are made of this one so far."""
     for subclass in type.__subclasses__(kind):
-        yield from and_subclasses(subclass)
+        yield subclass
+        yield from subclasses_of(subclass)
 
 
 class TorchCalls:
@@ -410,12 +412,14 @@ class TorchCalls:
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
-        steps = {code_of(one.step): one.step for one in and_subclasses(torch.optim.Optimizer)}
-        self._steps = frozenset(steps)
+        optimizers: list[type[Any]] = [Optimizer, *subclasses_of(Optimizer)]
+        steps = [one.step for one in optimizers]
+        steps = [one for one in steps if inspect.isfunction(inspect.unwrap(one))]
+        self._steps = frozenset(map(code_of, steps))
         recorded: list[tuple[Kind, Facts, Iterable[Any]]] = [
             (Kind.CLIP, self._clip, (CLIPS_WITH_NORM, clip_grad.clip_grad_value_)),
-            (Kind.ZERO_GRAD, self._owned, (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)),
-            (Kind.OPTIMIZER_STEP, self._stepped, steps.values()),
+            (Kind.ZERO_GRAD, self._owned, (nn.Module.zero_grad, Optimizer.zero_grad)),
+            (Kind.OPTIMIZER_STEP, self._stepped, steps),
             (Kind.NO_SYNC, _no_sync, (DistributedDataParallel.no_sync,)),
             (Kind.NEW_GROUP, _new_group, (dist.new_group,)),
             (Kind.POINT_TO_POINT, _point_to_point, POINT_TO_POINT),

@@ -32,10 +32,11 @@ MOST_TIMES = 16
 """So many values of a name are kept, the first ones."""
 
 MOST_NAMES = 2000
+"""Values of so many names are kept."""
 
 MOST_PARTS = 50
 DEEPEST = 2
-"""Of a list or a dictionary, with others inside it."""
+"""A list or dictionary with more parts, or with others inside it that are deeper, is not kept."""
 
 PLAIN = (bool, int, float, str)
 

@@ -72,7 +72,7 @@ from ddp_equivalence.measurement.returned import (
     tf32_of,
 )
 from ddp_equivalence.measurement.whole_tensors import WholeTensors, original_parameters
-from ddp_equivalence.measurement.work import Evidence, Work, is_prepared
+from ddp_equivalence.measurement.work import Evidence, OfOptimizers, Work, is_prepared
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import MissedWait, missed_waits, new_collectives
 from ddp_equivalence.ranks.process_state import as_a_script_has_them, libraries
@@ -253,7 +253,7 @@ class RunOfStep:
         self._rank, self._work, self._model = rank, work, model
         self._held, self._races = held, races
         self._planted, self._declared, self._observer = planted, declared, observer
-        self.of_optimizers: dict[str, Any] = {}
+        self.of_optimizers = OfOptimizers()
 
     def train(self, task: Task, given: list[Any]) -> dict[GradientKey, Tensor | None]:
         """Run all steps; return the gradients that each step leaves, or the updates."""

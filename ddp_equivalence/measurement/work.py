@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
@@ -81,6 +81,16 @@ class Work:
     def keeps_weights(self) -> bool:
         """True if the weights before the step are needed afterwards."""
         return self.compare == "update"
+
+
+class OfOptimizers(TypedDict, total=False):
+    """The fields of Evidence about optimizers and clipping."""
+
+    optimizer_steps: int
+    clips: tuple[ClipCall, ...]
+    steps_copies: bool
+    changed_after_clipping: bool
+    settings: Mapping[GradientKey, Settings]
 
 
 @dataclass(frozen=True)

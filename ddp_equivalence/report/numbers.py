@@ -345,8 +345,7 @@ def held(verdict: Verdict) -> list[Item | Line]:
     if right and all(one.ranks_agree for one in right) and _tells_more(verdict, differing):
         words.append(Line(cut(f"  {only_in(differing, width - 2)}", width)))
     if shares is not None and can_be_shown(shares) and not all_are_right(shares):
-        told = "" if verdict.best is None else verdict.best.detail
-        is_told = bool(shares.only) and all(name in told for name in shares.only)
+        is_told = bool(shares.only) and _are_told(verdict, shares.only)
         return [ShareTable(shares, verdict.case.ranks.world_size, words, is_told)]
     return list(words)
 
@@ -355,10 +354,16 @@ def _tells_more(verdict: Verdict, names: Sequence[str]) -> bool:
     """True if these names say more than the number of parameters that differ, and the name of the
     worst one, and stand nowhere above.
     """
+    return 1 < len(names) <= MOST_NAMES and not _are_told(verdict, names)
+
+
+def _are_told(verdict: Verdict, names: Sequence[str]) -> bool:
+    """True if what stands above has named all of these parameters."""
     best, found = verdict.best, verdict.localisation.whereabouts
     told = "" if best is None else best.detail
-    told += "" if best is not None or found is None else found.sentence
-    return 1 < len(names) <= MOST_NAMES and not all(name in told for name in names)
+    if best is None and found is not None and not verdict.repairs.text:  # else it is not shown
+        told = found.sentence
+    return all(name in told for name in names)
 
 
 def _structure(comparison: Comparison) -> list[str]:

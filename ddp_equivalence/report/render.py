@@ -207,9 +207,9 @@ def _details(verdict: Verdict) -> Iterator[str]:
     seen = "" if lines else best.because
     if not any(one.of_rows for one in HYPOTHESES if one.name in verdict.causes):
         yield verdict.localisation.rows
-    notes_of_lines = " ".join(one.note for one in lines)
-    is_told = best.detail in notes_of_lines
-    if best.detail and not is_told and not set(best.detail.split()) <= set(seen.split()):
+    said = " ".join([seen, *(one.note for one in lines)])
+    is_said = set(best.detail.split()) <= set(seen.split()) or best.detail in said
+    if best.detail and not is_said:
         yield f"Namely: {best.detail}"
     yield seen and f"Seen: {seen}"
 
@@ -332,11 +332,12 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> Sequence[PointedL
 def _repaired_elsewhere(verdict: Verdict) -> list[PointedLine]:
     """The lines of which edits repair the step, if they are far from what else is shown."""
     repairs, of_cause = verdict.repairs, _lines_of_cause(verdict)
-    edited = [PointedLine(one.line) for one in repairs.found if not one.is_broad]
+    edited = [PointedLine(one.line) for one in repairs.told]
     if repairs.shows_the_fault:
-        return [] if _is_near(edited[0], of_cause) else edited[:1]
+        return [] if _is_near(edited[0], of_cause) else edited
     marked = {_place(one) for one in of_cause if one.is_fault}
-    return [] if marked & set(map(_place, edited)) else edited[:2]
+    every = {(one.line.file, one.line.number) for one in repairs.found if not one.is_broad}
+    return [] if marked & every else edited
 
 
 NEAR = 2

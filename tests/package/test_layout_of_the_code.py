@@ -15,18 +15,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 359,
     "adapters": 317,
-    "case": 3_253,
+    "case": 3_257,
     "checking": 759,
     "commands": 5_908,
     "comparison": 1_749,
-    "diagnosis": 21_177,
+    "diagnosis": 21_178,
     "faults": 2_134,
     "gate": 1_971,
-    "measurement": 8_044,
-    "observed_scripts": 8_064,
+    "measurement": 8_059,
+    "observed_scripts": 8_059,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
-    "report": 5_174,
+    "report": 5_180,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a

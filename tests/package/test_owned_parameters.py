@@ -112,7 +112,7 @@ class Sliced:
         if self.norm_of_all:
             dist.all_reduce(squared)
         norm = squared.sqrt()
-        self.slice.grad *= (LIMIT / (norm + 1e-6)).clamp(max=1.0)
+        self.slice.grad *= (self.limit / (norm + 1e-6)).clamp(max=1.0)
         self.optimizer.step()
         slices = [torch.empty_like(self.slice) for _ in range(self.rank.world_size)]
         dist.all_gather(slices, self.slice.detach())
@@ -125,6 +125,7 @@ class Sliced:
         return flat
 
     norm_of_all = True
+    limit = LIMIT
 
 
 class ClipsItsSlice(Sliced):
@@ -146,6 +147,26 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
 
+class AveragesInPlace(SumsInPlace):
+    """Its .grad is right, and each rank steps its slice at a rate of its own."""
+
+    limit = 1e9  # nothing is clipped
+
+    def reduced(self) -> Tensor:
+        flat = super().reduced()
+        for one in self.model.parameters():
+            assert one.grad is not None
+            one.grad /= self.rank.world_size
+        return flat * (1 + self.rank.rank)
+
+
+def test_an_update_is_explained_as_a_whole_where_right_gradients_are_left_beside_it() -> None:
+    options: Any = {"compare": "update", "optimizer": momentum, "steps": 1}
+    text = " ".join(str(check(own_case(), AveragesInPlace, **options)).split())
+    assert "several ranks compute other values than one rank" in text
+    assert "return flat * (1 + self.rank.rank)" in text
+
+
 @pytest.mark.parametrize(
     ("step", "steps", "layout"),
     [(ClipsItsSlice, 1, "1x4"), (ClipsItsSlice, 2, "1x2"), (SumsInPlace, 2, "1x2")],
@@ -161,6 +182,7 @@ def test_gradients_that_no_optimizer_steps_with_are_not_believed(
     assert verdict.causes == ()
     assert re.search(r"> test_owned_parameters.py:\d+ norm = squared.sqrt\(\) sqrt: ", text), text
     assert text.count("> test_owned_parameters.py") == 1  # all else follows from it
+    assert "several ranks compute other values than one rank" in text
 
 
 def judged(step: Any, steps: int = 1) -> Verdict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isclose
 
@@ -73,8 +73,12 @@ FEW_DIGITS = "2"
 """A number of so few digits may have been written down as it is."""
 
 
-ADDED_UP = "and add the ranks' gradients up."
-"""The end of a fix after which no factor is left."""
+def leaves_no_factor(cause: str, view: View) -> bool:
+    """True if the fix of this cause says all that becomes of the ranks' gradients: they are added
+    up, and nothing divides the sum.
+    """
+    is_of_parts = cause in {one.name for one in UNEQUAL_MEANS[:2]}
+    return is_of_parts and view.world_size > 1 and not (is_unseen(view) or averages(view))
 
 
 def _divided_by_all(view: View, summed: str) -> str:
@@ -85,7 +89,7 @@ def _divided_by_all(view: View, summed: str) -> str:
         return f"{summed}; under DDP, multiply it by {view.world_size} too."
     if averages(view):
         return f"{summed}, and multiply it by {view.world_size} (world size)."
-    return f"{summed}, {ADDED_UP}"
+    return f"{summed}, and add the ranks' gradients up."
 
 
 def mend_examples(view: View) -> str:
@@ -110,10 +114,13 @@ def _lines_of_means(
     return in_order(view, line_of_loss(view, own, True), reduced)
 
 
-def _mean_of_means(view: View) -> Sequence[Prediction]:
+def _mean_of_means(
+    view: View, told: Callable[[Over], str] = lambda over: ""
+) -> Sequence[Prediction]:
     """The mean of what the ranks contribute, unless that is the big batch's gradient.
 
-    Each rank may take a mean of every micro-batch, or one mean of all of them.
+    Each rank may take a mean of every micro-batch, or one mean of all of them. ``told``: what is
+    said of means over these parts, if more than that they are.
     """
     setting = view.setting
     if view.parts.by_rank is None or view.parts.add_up_to_the_big_batch:
@@ -123,13 +130,12 @@ def _mean_of_means(view: View) -> Sequence[Prediction]:
     means = means_over(view)
     plain = next(iter(means), None) is Over.MICRO_BATCH and Over.WINDOW not in means
     times, scaled = view.world_size, multiplies_wrong_means(view)
-    return tuple(
-        Prediction(
-            view.on_every_rank(mean * times if scaled else mean),
-            "" if plain and over is Over.MICRO_BATCH else f"the means are over {over.value}",
-        )
-        for over, mean in means.items()
-    )
+    found = []
+    for over, mean in means.items():
+        are_over = "" if plain and over is Over.MICRO_BATCH else f"the means are over {over.value}"
+        held = view.on_every_rank(mean * times if scaled else mean)
+        found.append(Prediction(held, told(over) or are_over))
+    return tuple(found)
 
 
 def multiplies_wrong_means(view: View) -> bool:
@@ -175,16 +181,8 @@ def _of_counts(view: View) -> Sequence[Prediction]:
     """The mean of the ranks' means, where a count of the batch makes their mean the big batch."""
     if is_mean_over_examples(view):
         return ()
-    predictions = _mean_of_means(view)
-    if not predictions or unit_of_means(view) is None:
-        return ()
-    return [replace(one, detail=_with_counts(view, one.detail)) for one in predictions]
-
-
-def _with_counts(view: View, detail: str) -> str:
-    """What the losses divide by, with what each of them has of it, or else what they are over."""
-    over = next((one for one in Over if detail.endswith(one.value)), Over.MICRO_BATCH)
-    return unit_of_means(view, over) or detail
+    predictions = _mean_of_means(view, lambda over: unit_of_means(view, over) or "")
+    return predictions if predictions and unit_of_means(view) is not None else ()
 
 
 def unit_of_means(view: View, over: Over = Over.MICRO_BATCH) -> str | None:

@@ -265,15 +265,21 @@ class Repairs:
         )
 
     @property
+    def told(self) -> tuple[Repair, ...]:
+        """The most likely edits: one, or that of another line as well if this is far away; none if
+        they may only leave out what is wrong elsewhere.
+        """
+        sure = tuple(one for one in self.found if not one.is_broad)
+        return sure[: 1 if self.shows_the_fault else 2]
+
+    @property
     def text(self) -> str:
         """The most likely edits that repair the step, and how many do; "" if there are none, or if
         they may only leave out what is wrong elsewhere.
         """
-        if not self.found or self.found[0].is_broad:
+        if not self.told:
             return ""
-        first, *others = self.found
-        others = [] if self.shows_the_fault else [one for one in others if not one.is_broad][:1]
-        edits = ", or ".join(f"line {one.line.number} {one.text}" for one in (first, *others))
+        edits = ", or ".join(f"line {one.line.number} {one.text}" for one in self.told)
         right = f"{edits}: all gradients are right"
         # Some of the others hung, or were given up: of them it is not known.
         return f"{right}. Of {self.tried} changes tried, {self.right} repaired the step"
@@ -285,8 +291,7 @@ def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
     """
     for number, one in enumerate(repairs.found):
         is_fault = number == 0 and repairs.shows_the_fault
-        is_told = is_fault or f"line {one.line.number} {one.text}" in repairs.text
-        note = "" if is_told else f"tried {one.text}: all gradients are right"
+        note = "" if one in repairs.told else f"tried {one.text}: all gradients are right"
         yield PointedLine(one.line, note, is_fault)
 
 

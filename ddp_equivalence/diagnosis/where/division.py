@@ -31,7 +31,6 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
 from ddp_equivalence.measurement.calls import Call
 
 SAME = 1e-3
-
 MOST_COUNTS = 8
 
 

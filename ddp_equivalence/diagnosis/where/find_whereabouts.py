@@ -15,11 +15,7 @@ from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.division import fault_of_division
-from ddp_equivalence.diagnosis.where.gradient_path import (
-    line_of,
-    lines_of_the_loss,
-    paths_of,
-)
+from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
 from ddp_equivalence.diagnosis.where.groups import (
     fault_of_mixed_parameters,
     fault_of_non_members,

@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.where.whereabouts import ranked
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, thinned, unpacked
 from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR, factor_between
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.operation_log import UNWRITTEN
 
 # Says of which ranks' own gradients a gradient is a mixture, and in which weights.
 
@@ -205,10 +206,6 @@ def line_of(call: Call) -> CodeLine | None:
     return call.users_line or call.line
 
 
-ROOM = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
-"""Functions of torch that return memory as they find it."""
-
-
 def paths_of(pieces: Pieces) -> tuple[Path, ...]:
     """The ways of all gradients on all ranks that report; () if they were not recorded."""
     view = pieces.view
@@ -270,7 +267,7 @@ def _is_not_filled_yet(call: Call) -> bool:
     line = line_of(call)
     place = None if line is None or not call.rewrites else place_at(line)
     made = None if place is None else place.value
-    return isinstance(made, ast.Call) and called_name(made) in ROOM
+    return isinstance(made, ast.Call) and called_name(made) in UNWRITTEN
 
 
 def _paths_of_rank(

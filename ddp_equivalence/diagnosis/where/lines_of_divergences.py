@@ -222,26 +222,31 @@ def _with_divergences(found: Whereabouts, beside: BesideOneRank, view: View) -> 
     found = _with_lines(found, beside, pointed, view)
     first, number = beside.divergences[0], pointed[0].line.number
     if found.kind != "not seen":
-        told = OF_WHOLE if first.adds_what_is_whole else OF_OWN_ROWS if first.reads_parts else ""
+        told = _read_parts(first)
         if found.lines[0].line != pointed[0].line or first.unreduced:
             told = ""
         known = "" if told == OF_WHOLE else found.sentence  # it says more
         return replace(found, sentence=known or told.format(number))
-    told, headline = "", "several ranks compute other values than one rank"
+    told, headline = _read_parts(first), "several ranks compute other values than one rank"
     if first.alone is None:
         told = ONLY_RANKS_RUN
     elif first.unreduced:
         told, headline = NOT_REDUCED, "gradients are used before they are reduced"
         lines = (*found.lines[:1], *lines_of_no_sync(view), *found.lines[1:])
         found = replace(found, lines=first_of_each_line(lines))
-    elif first.adds_what_is_whole or first.reads_parts:
-        told = OF_WHOLE if first.adds_what_is_whole else OF_OWN_ROWS
     return replace(
         found,
         kind="own gradient" if _before_reduction(first) else "reduction",
         headline=headline,
         sentence=told.format(number),
     )
+
+
+def _read_parts(first: Divergence) -> str:
+    """What is to be said of the parts of sums that the line was given; "" if it was given none."""
+    if first.adds_what_is_whole:
+        return OF_WHOLE
+    return OF_OWN_ROWS if first.reads_parts else ""
 
 
 def _with_unreduced(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:

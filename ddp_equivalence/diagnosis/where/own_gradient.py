@@ -125,11 +125,12 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     right = pieces.view.examples.big_batch_loss
     if weight is None or together is None or 2 * of_rows >= len(compared):
         headline = f"rank {rank}: {one.losses}"
-        alone = [other.loss_alone for other in compared]
-        if len(known) == len(alone) and not _make_up(pieces, alone, right):
-            numbers = _apart(sum(known) / len(known), right)
-            headline = "the ranks' mean loss is {}, the big batch's {}".format(*numbers)
-        is_wrong = one.is_loss_right is False and not _make_up(pieces, known, right)
+        is_wrong = one.is_loss_right is False
+        if len(known) == len(compared) == pieces.view.world_size:  # one loss on each rank
+            is_wrong = is_wrong and not _make_up(known, right)
+            if not _make_up([other.loss_alone for other in compared], right):
+                numbers = _apart(sum(known) / len(known), right)
+                headline = "the ranks' mean loss is {}, the big batch's {}".format(*numbers)
         return Judged(headline, "", one.losses, is_wrong)
     rounding = pieces.tolerance * max(map(abs, known))
     size = max(SAME_LOSS * abs(right), pieces.tolerance * abs(right), rounding, NO_LOSS)
@@ -162,12 +163,9 @@ def _judged(pieces: Pieces, compared: Sequence[Compared], one: Compared) -> Judg
     return Judged(headline, sentence, note, is_wrong, of_all=True)
 
 
-def _make_up(pieces: Pieces, losses: Sequence[float], right: float) -> bool:
-    """True if the losses of the ranks have the mean, or the sum, that the big batch's loss is."""
-    is_known = len(losses) == len(pieces.all) == pieces.view.world_size
-    return is_known and any(
-        same_loss(one, right) for one in (sum(losses), sum(losses) / len(losses))
-    )
+def _make_up(losses: Sequence[float], right: float) -> bool:
+    """True if the mean of the ranks' losses, or their sum, is the big batch's loss."""
+    return any(same_loss(one, right) for one in (sum(losses), sum(losses) / len(losses)))
 
 
 def compared_with_rows(pieces: Pieces) -> list[Compared] | None:

@@ -156,6 +156,13 @@ class _Search:
     def _text(self, mix: Mix | None) -> str:
         return mix_text(mix, self.pieces, self.path.rank)
 
+    def _holder_after(self, last: AfterCall | None = None) -> int | None:
+        """The rank whose own gradient can be called that; None after a collective, which leaves the
+        gradient of one rank to others.
+        """
+        has_joined = last is not None and last.call.collective is not None
+        return None if has_joined else self.path.rank
+
     def is_known(self, path: Path) -> bool:
         """False if too few elements are known to say of what these gradients are a mixture."""
         elements = self.view.parameters.total_of(path.names)
@@ -353,7 +360,7 @@ class _Search:
         held = [one.held for one in self.bad if one.names == self.path.names]
         alike = all(same_mix(one, self.path.held) for one in held)
         on = "" if alike else f", on rank {self.path.rank}"
-        whose = None if alike and len(held) > 1 else self.path.rank
+        whose = None if alike and len(held) > 1 else self._holder_after(*self.path.states[-1:])
         text = mix_text(self.path.held, self.pieces, whose)
         last = [
             pointed(one, f"after it{self._where(one)}: {mix_text(one.mix, self.pieces, whose)}")
@@ -402,9 +409,7 @@ class _Search:
         lost, who = self._lost_at(missing), ranked(missing, self.view.world_size)
         if lost is None:
             return self._never_in(missing, who)
-        # A collective leaves to other ranks what is the own gradient of one.
-        rank = None if lost.call.collective is not None else self.path.rank
-        left = mix_text(lost.mix, self.pieces, rank)
+        left = mix_text(lost.mix, self.pieces, self._holder_after(lost))
         what = f"{done_text(lost.call, self.pieces)}; after it: {left}"
         text = f"{who.capitalize()} had computed a gradient, and the marked line replaced it."
         return self._of("gradients of some ranks are missing", text, [pointed(lost, what, True)])
@@ -604,12 +609,12 @@ class _Search:
 
     def _ends_with_a_mean(self) -> bool:
         """True if the last change divides by the number of ranks, and leaves the ranks' mean."""
-        last, count = self.path.states[-1:], self.view.world_size
-        for state in last:
-            change, uniform = state.call.change, state.mix.uniform if state.mix else None
-            factors = (change.factor if change is not None else None, uniform)
-            return all(isclose((one or 0.0) * count, 1.0, rel_tol=SAME_WEIGHT) for one in factors)
-        return False
+        if not self.path.states:
+            return False
+        last, count = self.path.states[-1], self.view.world_size
+        change, uniform = last.call.change, last.mix.uniform if last.mix else None
+        factors = (None if change is None else change.factor, uniform)
+        return all(isclose((one or 0.0) * count, 1.0, rel_tol=SAME_WEIGHT) for one in factors)
 
     def _own_factors(self, here: Sequence[Path]) -> list[PointedLine]:
         """The lines that multiply by another number on each rank, and what makes this number."""

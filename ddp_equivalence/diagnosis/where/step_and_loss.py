@@ -487,9 +487,7 @@ class _Search:
             is_copy = number in self._copied and len(value.elements) < FEWEST_WHOLE * BYTES
             if known == "no" and (is_copy or (is_scalar and not self._scalars_count)):
                 known = "unknown"
-            self._cache[number] = (
-                known  # for values that are packed alone, and so made of themselves
-            )
+            self._cache[number] = known  # what is packed alone is made of itself
             parts = self._packed.get(number, ())
             if known == "no" and parts and all(self._of_value(one) == "yes" for one in parts):
                 known = "yes"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.comparison.gradients import digest as digest_of
+from ddp_equivalence.measurement.call_watch import subclasses_of
 from ddp_equivalence.observed_scripts.in_script.around import around
 from ddp_equivalence.observed_scripts.in_script.draws import generator_states
 from ddp_equivalence.observed_scripts.record import Epoch, GeneratorStates
@@ -252,7 +253,7 @@ def watch_loaders(watch: Watch) -> None:
 
     around(DataLoader, "__iter__", iterated)
     around(DataLoader, "__len__", counted)
-    for kind in _subclasses(DataLoader):
+    for kind in subclasses_of(DataLoader):
         _watch_own_iteration(kind, watch)
 
     @classmethod  # type: ignore[misc]
@@ -286,9 +287,3 @@ def _watch_own_iteration(kind: type[Any], watch: Watch) -> None:
 
     around(kind, "__iter__", iterated)
     kind.__iter__.hands_on = True
-
-
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

@@ -363,7 +363,7 @@ STEPS: list[Told] = [
         forgets_the_small_head,
         case(model=TwoHeads, loss=with_small_head),
         causes=NOTHING,
-        says="small.weight, small.bias",
+        says="small.bias, small.weight",
         not_said="in this precision",
     ),
     # Gradients that are no numbers are not called the big batch, and no report divides by 3/4.

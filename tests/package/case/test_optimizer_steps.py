@@ -81,3 +81,10 @@ def test_a_step_inside_another_one_is_no_step_of_its_own() -> None:
         optimizer.step()
         optimizer.step()
     assert (count.seen, count.began, count.ended) == (3, 3, 2)
+
+
+def test_nothing_of_the_watch_is_left_at_an_optimizer_whose_step_has_raised() -> None:
+    optimizer = Raises(parameters(), lr=0.1)
+    with Counts().watched(), suppress(OutOfMemory):
+        optimizer.step()
+    assert not optimizer._optimizer_step_pre_hooks

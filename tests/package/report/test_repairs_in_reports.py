@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ddp_equivalence import Verdict, check
 from ddp_equivalence.case import settings
@@ -217,3 +218,31 @@ def test_bad_seconds_of_the_command_are_a_clear_error(
     error = capsys.readouterr().err
     told = f"--trial-seconds is {float(value)}; it should be a number of seconds, or 0 for no"
     assert told in error
+
+
+def all_but_two_are_changed(model, shard, rank):  # type: ignore[no-untyped-def]
+    loss(model, shard).backward()
+    for number, parameter in enumerate(model.parameters()):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+        parameter.grad += (number > 1) * parameter.detach()
+
+
+def test_names_that_only_a_sentence_has_which_is_not_shown_are_told_beside_the_numbers() -> None:
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        verdict = check(own_case(), all_but_two_are_changed)
+    assert verdict.cause is None, str(verdict)
+    assert verdict.comparison is not None
+    names = [one.name for one in verdict.comparison.differing]
+    assert len(names) == 2
+    assert verdict.analysis is not None
+    where = verdict.analysis.localisation.whereabouts
+    assert where is not None
+    where = replace(where, sentence=f"It is about {', '.join(names)}.")
+    verdict.analysis.localisation = replace(verdict.analysis.localisation, whereabouts=where)
+    beside = f"(in {', '.join(names)}; all other parameters are right)"
+    assert beside not in str(verdict)
+    repair = _repair(verdict, FAULTY, "parameter.grad /= rank.world_size")
+    text = str(repaired(verdict, Repairs((repair,), 1, 5, 9)))
+    assert "It is about" not in text
+    assert beside in text
