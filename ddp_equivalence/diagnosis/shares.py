@@ -12,9 +12,10 @@ from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.comparison.rounding import Expected
+from ddp_equivalence.diagnosis.example_gradients import MUCH_ROUNDING
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, WORST_CONDITION, fitted_mixture
 from ddp_equivalence.diagnosis.time_left import BY_EXAMPLE, BY_RANK
-from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.view import HALF_PRECISION, View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 NOISE = 10.0
@@ -39,10 +40,10 @@ class Shares:
     apart, and ``why_not_examples`` is then the reason.
 
     ``unexplained``: reporting rank -> what no mixture of the pieces explains, relative to what the
-    rank holds. ``condition``: the condition number of the fit, which was made on ``elements``
-    elements. ``only``: the parameters that the fit was made on; empty if it was made on all.
-    ``ranges``: reporting rank -> the smallest and the largest share among the examples of each
-    rank, of which ``by_rank`` has the mean.
+    rank holds. ``rounding``: so much of it may be rounding. ``condition``: the condition number of
+    the fit, which was made on ``elements`` elements. ``only``: the parameters that the fit was made
+    on; empty if it was made on all. ``ranges``: reporting rank -> the smallest and the largest
+    share among the examples of each rank, of which ``by_rank`` has the mean.
     """
 
     by_rank: Mapping[int, ShareRow]
@@ -52,6 +53,7 @@ class Shares:
     condition: float
     elements: int
     pieces: str
+    rounding: float
     only: tuple[str, ...] = ()
     why_not_examples: str = ""
     ranges: Mapping[int, tuple[tuple[float, float] | None, ...]] = field(default_factory=dict)
@@ -130,10 +132,17 @@ def _shares(
         condition=fit.condition,
         elements=len(fitted_positions(view)),
         pieces=pieces,
+        rounding=_rounding(view),
         only=tuple(name for name in view.parameters.names if name in differing),
         why_not_examples=why_not_examples,
         ranges={rank: tuple(ends(row, one) for one in shards) for rank, row in fit.by_rank.items()},
     )
+
+
+def _rounding(view: View) -> float:
+    reduced = (HALF_PRECISION[name] for names in view.observed.reduced_in_half for name in names)
+    eps = max([view.eps, *(torch.finfo(dtype).eps for dtype in reduced)])
+    return max(NEGLIGIBLE, MUCH_ROUNDING * eps)
 
 
 def _mean(shares: list[float | None]) -> float | None:

@@ -234,6 +234,17 @@ class View:
         return LARGEST_ROUNDING * of_type.eps * (sizes + of_type.smallest_normal)
 
     @cached_property
+    def eps(self) -> float:
+        """That of the model, or of the lowest precision in which every rank has called modules."""
+        lowest = []
+        for seen in self.observed.by_rank.values():
+            names = {name for call in seen.trace.module_calls for name in call.dtypes}
+            dtypes = [getattr(torch, name) for name in names]
+            lowest.append(max((torch.finfo(one).eps for one in dtypes), default=0.0))
+        own = torch.finfo(self.setting.dtype).eps
+        return max(own, min(lowest, default=0.0))
+
+    @cached_property
     def rounding(self) -> Tensor | None:
         """How far the reductions in half precision that were seen may have moved each element.
 

@@ -87,7 +87,9 @@ def holders(ranks: Sequence[int], count: int, names: Callable[[Sequence[int]], s
 # Whether shares say anything about what the ranks hold.
 
 WORST_FIT = 0.01
-"""If no mixture of the examples explains more than this part, their shares say nothing."""
+"""Where no mixture explains more than this part of what a rank holds, be it by the rounding of a
+low precision, shares say nothing. A mixture that explains all but a part that is larger than
+rounding was fitted to something else, such as a penalty on the weights."""
 
 MOST_UNEXPLAINED = 0.01
 """What no mixture explains must be a smaller part than this of how far the shares are off."""
@@ -103,7 +105,8 @@ def can_be_shown(shares: Shares) -> bool:
     off = max((abs(share - 1) for share in known), default=0.0)
     noise = unexplained / MOST_UNEXPLAINED
     is_noise = unexplained > ROUNDING and (min(known, default=0.0) < -OFF or OFF < off < noise)
-    if unexplained > WORST_FIT or is_noise or has_too_few_elements(shares):
+    no_mixture = unexplained > min(shares.rounding, WORST_FIT)
+    if no_mixture or is_noise or has_too_few_elements(shares):
         return False
     return not any(map(_are_no_counts, _finest_rows(shares)))
 

@@ -19,14 +19,14 @@ BUDGETS = {
     "checking": 759,
     "commands": 5_908,
     "comparison": 1_749,
-    "diagnosis": 21_178,
+    "diagnosis": 21_160,
     "faults": 2_134,
     "gate": 1_971,
     "measurement": 8_059,
     "observed_scripts": 8_059,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
-    "report": 5_180,
+    "report": 5_183,
     "strategies": 1_376,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a

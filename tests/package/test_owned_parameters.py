@@ -213,7 +213,7 @@ def test_a_norm_of_what_a_rank_owns_is_pointed_at_beside_a_reduction_to_one_rank
     assert re.search(r"> test_owned_parameters.py:\d+ return total.sqrt\(\) sqrt: ", text)
     where = verdict.localisation.whereabouts
     assert where is not None
-    assert "are sums or means of each rank's own part" in where.sentence
+    assert "each rank's own sums or means" in where.sentence
 
 
 def test_a_parameter_that_no_optimizer_steps_is_named() -> None:

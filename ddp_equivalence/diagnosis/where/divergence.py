@@ -409,12 +409,6 @@ class Divergence:
         return self.operation.name in ADDING and sorted(kinds) == ["sum", "whole"]
 
     @property
-    def parts_made_at(self) -> list[CodeLine]:
-        """The other lines that made such parts."""
-        made = [line for how, line in self.given if how == "sum" and line is not None]
-        return [one for one in dict.fromkeys(made) if one != self.operation.line]
-
-    @property
     def is_given_right_values(self) -> bool:
         """True if what other lines made is the rows of each rank, or what all have; no number."""
         of_others = {how for how, line in self.given if line != self.operation.line}

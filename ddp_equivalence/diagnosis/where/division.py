@@ -162,6 +162,13 @@ def _no_mean(
     return headline, text, []
 
 
+def _fix(divisor: float) -> str:
+    """``divisor``: what the sum of the ranks' gradients is divided by afterwards."""
+    fix = "divide each summed loss by the count of the whole batch"
+    undone = "" if abs(divisor - 1) <= SAME else f", and multiply it by {text_of(divisor, '.4g')}"
+    return f"{fix}{undone}."
+
+
 def _other_divisor(
     pieces: Pieces, compared: Sequence[Compared], known: tuple[str, tuple[float, ...], float] | None
 ) -> Whereabouts:
@@ -170,8 +177,8 @@ def _other_divisor(
     what = "rank" if len(compared) == pieces.view.world_size else "micro-batch"
     unit, counts, total = known or ("", (), 1.0)
     factors = [one.factor or 0.0 for one in compared]
-    shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_COUNTS])
-    times = "" if all(abs(one - 1) <= SAME for one in factors) else f", times {shown}"
+    shown_factors = ", ".join(text_of(one, ".4g") for one in factors[:MOST_COUNTS])
+    times = "" if all(abs(one - 1) <= SAME for one in factors) else f", times {shown_factors}"
     headline, note = "the big batch divides by another number", LOSS_OF_ROWS
     of_rows: list[PointedLine] = []
     if known is None:
@@ -189,6 +196,8 @@ def _other_divisor(
             "so the parts should not count equally"
         )
         note = f"divides by the {what}'s own count ({unit})"
+    if times and known is not None:
+        note = f"the loss: {shown_factors} times what its rows give"
     divisor = 1 / (pieces.uniform_weight or 1 / len(compared))
     reduced = "they are averaged"
     if abs(divisor - len(compared)) > SAME * divisor:
@@ -201,6 +210,6 @@ def _other_divisor(
         distinct(of_rows or _of_loss(call, note)),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
-        fix="" if not unit else "divide each summed loss by the count of the whole batch.",
+        fix=_fix(divisor) if unit and not times else "",
         explains_all=bool(of_rows),
     )

@@ -32,7 +32,6 @@ from ddp_equivalence.diagnosis.where.step_and_loss import NUMBERS, Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
     LOOK_FIRST,
-    MOST_LINES,
     Whereabouts,
     first_of_each_line,
     positions_text,
@@ -49,7 +48,7 @@ NOT_REDUCED = (
 )
 
 OF_OWN_ROWS = (
-    "What goes into line {} are sums or means of each rank's own part, which together are right."
+    "Line {} computes with each rank's own sums or means, where one rank has those of all examples."
 )
 
 OF_WHOLE = (
@@ -61,6 +60,8 @@ ONLY_RANKS_RUN = "Line {} runs otherwise on one rank, and what it makes goes int
 
 ROUNDING = 1e-6
 
+MOVES_ROWS = "puts rows into another order"
+
 ORDERING = frozenset({"sort", "topk", "msort"})
 """Operations that return values by their size."""
 
@@ -68,7 +69,6 @@ OTHER_GRADIENTS = "backward gives other gradients than on one rank"
 OTHER_IN_BACKWARD = "backward gives other gradients than the loss of the case"
 
 OWN_LEFT = "leaves the own gradients of each rank"
-OWN_PART = "makes each rank's own part of a sum or mean"
 MULTIPLE = "a multiple of the value on one rank here"
 
 
@@ -85,12 +85,26 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """The place that was found already, with the lines that one rank shows."""
     found = unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
-    lines = tuple(beside.names.told(found.lines)) or found.lines
+    found = _with_names(found, beside, view)
+    lines = found.lines
     is_marked = any(one.is_fault for one in lines)
     if is_marked:
         lines = tuple(one for one in lines if not one.of_rows)
     marks = found.marks if is_marked else ""
     return replace(found, rounds_in=beside.rounds_in, lines=lines, marks=marks)
+
+
+def _with_names(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    """A wrong gradient shows in the loss: the lines behind this, as far as what they set is seen to
+    be wrong.
+    """
+    if not found.shows_later or not found.lines:
+        return found
+    faults = [one for one in found.lines if one.is_fault]
+    others = [one for one in found.lines if not one.is_fault]
+    rank, shown = found.ranks[0] if found.ranks else 0, (faults or others)[-1 if faults else 0]
+    behind = lines_behind(run_lines(view, rank), shown.line, beside.names.tell)
+    return replace(found, lines=first_of_each_line([*faults, *behind, *others]))
 
 
 def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -307,12 +321,9 @@ def _with_lines(
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
     first = beside.divergences[0]
-    parts = [] if first.unreduced or first.operation.numbers else first.parts_made_at
-    own = [one for one in parts if not beside.is_right(one)] or parts
-    behind = [PointedLine(line, OWN_PART) for line in own]
-    if not behind and not (pointed[0].is_fault and first.is_given_right_values):
-        is_right = beside.names.is_right
-        behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES, is_right)
+    behind: list[PointedLine] = []
+    if not (pointed[0].is_fault and first.is_given_right_values):
+        behind = lines_behind(run_lines(view, 0), pointed[0].line, beside.names.tell)
     notes = {one.line: one.note for one in found.lines if one.note}
     only_ranks = {one.operation.line for one in beside.divergences if one.alone is None}
     pointed = [
@@ -486,14 +497,10 @@ def with_unlike_loss(
     is_told = found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later)
     if is_told and calls[0]:
         first[0] = replace(first[0], note="")  # the headline says it
-    behind = [
-        PointedLine(line, f"goes into what line {one.line.number} computes")
-        for one in unlike
-        for line in (*one.moved_at, *one.made_at)
-    ]
+    behind = [PointedLine(line, MOVES_ROWS) for one in unlike for line in one.moved_at]
     joining = unlike[0] if unlike[0].joined else None
     if joining is not None and not joining.moved_at:
-        behind = [*lines_behind(run_lines(view, 0), joining.line, 1), *behind]
+        behind = [*lines_behind(run_lines(view, 0), joining.line, beside.names.tell), *behind]
     known = [one for one in found.lines if one.is_fault]
     if known and not found.shows_later:  # a line that was seen to do something wrong comes first
         more = [one for one in found.lines if not one.begins_backward]
@@ -581,7 +588,6 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
         *([loss] if loss is not None and is_open else []),
         *numbers,
         *(_lines_of_divisor(run, loss.line) if loss is not None else []),
-        *(lines_behind(run, loss.line, MOST_LINES) if loss is not None and is_open else []),
     ]
     return replace(
         found,

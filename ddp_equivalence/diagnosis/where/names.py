@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isclose
 from typing import Literal
 
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.behind import Reading
 from ddp_equivalence.diagnosis.lines.source import place_at
-from ddp_equivalence.diagnosis.setting import PointedLine, Reading
 from ddp_equivalence.diagnosis.where.whereabouts import MOST_RANKS, ranked
 from ddp_equivalence.measurement.calls import Held, NameAt, Value
 from ddp_equivalence.measurement.measure import OneRank
@@ -49,24 +49,17 @@ class Names:
         """Those of the recorded runs."""
         return cls([runs.by_rank[rank].names for rank in sorted(runs.by_rank)], runs.alone.names)
 
-    def told(self, lines: Sequence[PointedLine]) -> Iterator[PointedLine]:
-        """The lines that set what another one reads, with what this was seen to hold; without those
-        that set what is right on all ranks: the same as on one rank, or each rank's part of it.
+    def tell(self, reading: Reading) -> str | None:
+        """What was read, if it is wrong on a rank; "" if it is right: the same as on one rank, or
+        each rank's part of it, unless this is passed to a function that should be given all of it;
+        None if it is not known.
         """
-        for one in lines:
-            is_open = one.reads is None or one.is_fault or _is_set_later(one)
-            held = None if one.reads is None or is_open else self.held(one.reads)
-            if held is None:
-                yield one
-            elif held.how == "other" or (held.how == "part" and one.reads and one.reads.passed):
-                yield replace(one, note=held.text)
-
-    def is_right(self, reading: Reading) -> bool:
-        """True if what is read is right on all ranks. What is passed to a function that should be
-        given all of it is not right if each rank has its part.
-        """
-        held, passed = self.held(reading), reading.passed
-        return held is not None and (held.how == "same" or (held.how == "part" and not passed))
+        held = self.held(reading)
+        if held is None:
+            return None
+        if held.how == "same" or (held.how == "part" and reading.verb != "passes"):
+            return ""
+        return None if _is_set_later(reading) else held.text
 
     def held(self, reading: Reading) -> Told | None:
         """What the name held when the reader's function ended; None if it is not known."""
@@ -87,21 +80,24 @@ class Names:
         return next((one for one in found if one is not None and one.how == "part"), SAME)
 
 
-def _is_set_later(line: PointedLine) -> bool:
+def _is_set_later(reading: Reading) -> bool:
     """True if a later line sets the name again, or writes to its tensor: in the end it held what
     that one gave it.
     """
-    place = place_at(line.line)
+    place = place_at(reading.setter)
     function = None if place is None else place.function
-    name = "" if line.reads is None else line.reads.name
     if function is None:
         return False
-    later = [one for one in ast.walk(function) if getattr(one, "lineno", 0) > line.line.number]
+    later = [one for one in ast.walk(function) if getattr(one, "lineno", 0) > reading.setter.number]
     # What a call returns is not used where it stands alone, so it has written to something.
-    written = [node for one in later if isinstance(one, ast.Expr) for node in ast.walk(one)]
+    alone = [one.value for one in later if isinstance(one, ast.Expr)]
+    given = [list(ast.walk(part)) for one in alone for part in ast.iter_child_nodes(one)]
+    # What is given to a call inside it is not: in `loss(rows).backward()`, `rows` is only read.
+    read = [part for part in given if any(isinstance(one, ast.Call) for one in part)]
+    written = [node for part in given if part not in read for node in part]
     stored = [one for one in later if isinstance(getattr(one, "ctx", None), ast.Store)]
     named = (one for one in (*stored, *written) if isinstance(one, ast.Name | ast.Attribute))
-    return any(ast.unparse(one) == name for one in named)
+    return any(ast.unparse(one) == reading.name for one in named)
 
 
 def _leaves(held: Held, path: str = "") -> dict[str, Held]:
@@ -127,7 +123,9 @@ def _told(name: str, held: Sequence[Mapping[str, Held]]) -> Iterator[Told | None
                 yield _of_numbers(f"{name}{at}", numbers[1:], numbers[0], each[0])
             else:
                 part = Told(f"{name}{at} is each rank's own part", "part")
-                yield part if _are_parts(each[0], each[1:]) else None
+                own = Told(f"{name}{at} is each rank's own, and one rank has the mean", "other")
+                is_own = _have_the_mean(each[0], each[1:])
+                yield part if _are_parts(each[0], each[1:]) else own if is_own else None
 
 
 def _of_numbers(name: str, by_rank: Sequence[float], alone: float, held: Held) -> Told:
@@ -148,6 +146,16 @@ def _are_parts(alone: Held, by_rank: Sequence[Held]) -> bool:
     parts = [one.tensor for one in by_rank if isinstance(one, Value) and one.shape]
     is_of_parts = len(parts) == len(by_rank) and len({one.shape[1:] for one in parts}) == 1
     return is_of_parts and torch.equal(torch.cat(parts), alone.tensor)
+
+
+def _have_the_mean(alone: Held, by_rank: Sequence[Held]) -> bool:
+    """True if one rank held the mean of what the ranks held."""
+    if not isinstance(alone, Value) or not alone.is_floating_point:
+        return False
+    tensors = [one.tensor for one in by_rank if isinstance(one, Value) and one.shape == alone.shape]
+    if len(tensors) < len(by_rank) or not alone.tensor.any():
+        return False
+    return torch.allclose(torch.stack(tensors).mean(0), alone.tensor, rtol=MEAN, atol=0)
 
 
 def _number(held: Held) -> float | None:

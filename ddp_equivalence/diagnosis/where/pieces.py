@@ -102,15 +102,10 @@ class Pieces:
         """How far the ranks are from the big batch, relative to what they hold."""
         return unexplained(self.view.measured.by_rank, self.view.expected_by_rank)
 
-    @cached_property
+    @property
     def eps(self) -> float:
-        """That of the model, or of the lowest precision in which every rank has called modules."""
-        lowest = []
-        for seen in self.view.observed.by_rank.values():
-            dtypes = {dtype for call in seen.trace.module_calls for dtype in call.dtypes}
-            lowest.append(max((eps_of(dtype) for dtype in dtypes), default=0.0))
-        own = float(torch.finfo(self.view.setting.dtype).eps)
-        return max(own, min(lowest, default=0.0))
+        """That of what the ranks compute."""
+        return self.view.eps
 
     @property
     def all(self) -> list[Piece]:
@@ -160,11 +155,6 @@ class Pieces:
     def factor_between(self, found: Tensor, right: Tensor) -> float | None:
         """The number that ``found`` is ``right`` times; None if it is zero, or no multiple."""
         return factor_between(right, found, self.tolerance) or None
-
-
-def eps_of(dtype: str) -> float:
-    """The eps of a dtype of floating-point numbers, by name."""
-    return float(torch.finfo(getattr(torch, dtype)).eps)
 
 
 def tolerance_in(eps: float) -> float:

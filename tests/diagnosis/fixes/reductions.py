@@ -313,7 +313,7 @@ def dividing(state, bucket):  # type: ignore[no-untyped-def]
 
 @shows(
     "averaged_twice",
-    "divide by 2 once, not twice: DDP, ReduceOp.AVG and FSDP do it by themselves.",
+    "leave out a division by 2, or multiply the gradients by 2.",
     {"done.value()[0] / 2": "done.value()[0]"},
     None,
     dividing,

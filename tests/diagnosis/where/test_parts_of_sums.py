@@ -58,7 +58,8 @@ def rounded(model: Any, shard: Any, rank: Any) -> None:
 def test_the_line_that_makes_a_rank_s_own_part_is_shown_beside_that_which_reads_it() -> None:
     where = unnamed(replace(CASE, loss=product_of_means), own_share)
     notes = {one.line.number: one.note for one in where.lines}
-    assert notes.get(marked_line(own_share)) == "makes each rank's own part of a sum or mean", notes
+    what = "share is each rank's own, and one rank has the mean"
+    assert notes.get(marked_line(own_share)) == what
 
 
 def test_no_line_is_shown_behind_one_that_was_given_right_values() -> None:

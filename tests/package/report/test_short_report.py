@@ -113,6 +113,7 @@ def shares(rows: Mapping[int, tuple[float | None, ...]], **changes: Any) -> Shar
         "condition": 3.0,
         "elements": 100,
         "pieces": "ranks",
+        "rounding": 1e-6,
     }
     return Shares(**(fields | changes))
 
@@ -174,7 +175,9 @@ def test_ranks_that_hold_the_same_share_rows_and_columns(
     ("row", "changes", "shown"),
     [
         ((2.0, 0.5), {}, True),
-        ((2.0, 0.5), {"unexplained": {0: 0.003}}, True),
+        ((2.0, 0.5), {"unexplained": {0: 0.003}, "rounding": 0.1}, True),
+        ((2.0, 0.5), {"unexplained": {0: 0.003}}, False),  # something else is in it
+        ((2.0, 0.5), {"unexplained": {0: 0.02}, "rounding": 0.1}, False),
         ((2.0, 0.5), {"unexplained": {0: 0.3}}, False),
         ((2.0, 0.5), {"elements": 2}, False),
         ((2.0, 0.5), {"by_example": {0: (1.0, 1.2, 0.8)}, "elements": 3}, False),
