@@ -1,6 +1,7 @@
 """Seconds and peak memory of a check of a large model, over the same on bare ranks.
 
     python benchmarks/large_model.py [--parameters 100000000] [--dtype float64] [--repeats 3]
+                                     [--step ddp] [--in-turn]
 
 Two ranks with one thread each. The floor (``benchmarks/large_programs/bare.py``) is the big batch
 in one process and DDP's step on two others. It runs with and without comparing every gradient;
@@ -55,7 +56,9 @@ class Row:
     rank: list[int] = field(default_factory=list)
 
 
-def run(program: Program, parameters: int, dtype: str, checks: int) -> Finished:
+def run(
+    program: Program, parameters: int, dtype: str, checks: int, step: str, in_turn: bool
+) -> Finished:
     """Run the checks, after one that does not count. Raises ProgramFailed."""
     folder = BENCHMARKS / "large_programs"
     files = {name: folder / name for name in ("chain.py", program.file)}
@@ -64,6 +67,8 @@ def run(program: Program, parameters: int, dtype: str, checks: int) -> Finished:
         "DTYPE": dtype,
         "CHECKS": checks,
         "COMPARE": program.compare,
+        "STEP": step,
+        "IN_TURN": int(in_turn),
     }
     return run_program(files, [program.file], settings, SECONDS_A_CHECK * (checks + 1))
 
@@ -76,6 +81,13 @@ def main() -> int:
     parser.add_argument("--parameters", type=whole_number(1000), default=100_000_000)
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--repeats", type=whole_number(1), default=3)
+    parser.add_argument("--step", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="the floor, too, computes the big batch before the ranks work, for models of which "
+        "both do not fit into memory together",
+    )
     arguments = parser.parse_args()
     end_with_sigterm()
     print(machine(), flush=True)
@@ -85,7 +97,14 @@ def main() -> int:
         for program, row in rows.items():
             print(f"{turn + 1} of {arguments.repeats}: {program.name}", file=sys.stderr, flush=True)
             try:
-                last = run(program, arguments.parameters, arguments.dtype, checks=1)
+                last = run(
+                    program,
+                    arguments.parameters,
+                    arguments.dtype,
+                    checks=1,
+                    step=arguments.step,
+                    in_turn=arguments.in_turn,
+                )
             except ProgramFailed as error:
                 print(f"{program.name} FAILED: {error}", file=sys.stderr)
                 return 1
@@ -100,7 +119,8 @@ def main() -> int:
     result = last.result
     copy = result["elements"] * (8 if arguments.dtype == "float64" else 4)
     print(
-        f"{result['elements']:,} parameters on {RANKS} ranks, {arguments.dtype}; one copy of the "
+        f"{result['elements']:,} parameters on {RANKS} ranks, {arguments.step}, "
+        f"{arguments.dtype}; one copy of the "
         f"gradients is {copy / 2**20:.0f} MiB; medians of {arguments.repeats}"
     )
     print(f"outcome same: error {result['error']:.1e}, limit {result['limit']:.1e}")

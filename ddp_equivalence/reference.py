@@ -94,13 +94,15 @@ def big_batch(
     whole_batch: tuple[Any, tuple[int, ...]] | None = None,
     at_each_step: bool = False,
     after_clipping: bool = False,
+    model: nn.Module | None = None,
 ) -> Reference:
-    """Compute the reference of a case. ``whole_batch``: its batch, if it has been built already.
+    """Compute the reference of a case. ``whole_batch``, ``model``: its own, if they have been built
+    already.
 
     Raises BadCase whenever the case's model, batch or loss is at fault.
     """
     training = training or Training()
-    model = build_model(case)
+    model = build_model(case) if model is None else model
     whole, sizes = whole_batch or build_whole_batch(case, steps)
     batches = batches_of_steps(case, whole, sizes)
     every = {name: p.dtype for name, p in model.named_parameters()}

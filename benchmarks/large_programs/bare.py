@@ -2,11 +2,13 @@
 
 This process computes the big batch while the ranks work. Then every rank sends its gradients
 through a pipe, parameter by parameter, so that only one is held at a time. With
-BENCHMARK_COMPARE=0 nothing is sent and compared.
+BENCHMARK_COMPARE=0 nothing is sent and compared. With BENCHMARK_IN_TURN=1 the big batch comes
+first, and its gradients are kept in the dtype of the model.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import tempfile
@@ -21,6 +23,7 @@ from chain import (
     CHECKS,
     DTYPE,
     EXAMPLES,
+    IN_TURN,
     PARAMETERS,
     RANKS,
     WARM_UP,
@@ -29,8 +32,8 @@ from chain import (
     peak_bytes,
     width_of,
 )
+from chain import step as train
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 COMPARE = os.environ["BENCHMARK_COMPARE"] == "1"
 LIMIT = {torch.float64: 1e-11, torch.float32: 1e-3}[DTYPE]
@@ -66,34 +69,52 @@ def step(rank: int, parameters: int, connection: Connection) -> None:
     """Make one distributed step, and send the gradients, or a message that it is done."""
     model, rows = build_all(parameters)
     each = EXAMPLES // RANKS
-    ddp = DistributedDataParallel(model)
-    loss(ddp, rows[rank * each : (rank + 1) * each]).backward()
+    train(model, rows[rank * each : (rank + 1) * each])
     if not COMPARE:
         connection.send_bytes(b"done")
         return
     for parameter in model.parameters():
-        connection.send_bytes(parameter.grad.reshape(-1).numpy())
+        gradient = parameter.grad
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        connection.send_bytes(whole.reshape(-1).numpy())
+
+
+def big_batch(parameters: int) -> dict[str, Tensor]:
+    """The gradients of the big batch, by name."""
+    model, rows = build_all(parameters)
+    model, rows = model.double(), rows.double()
+    loss(model, rows).backward()
+    kept = DTYPE if IN_TURN else torch.float64
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name], parameter.grad = parameter.grad.to(kept), None
+    del model, parameter
+    ctypes.CDLL(None).malloc_trim(0)
+    return found
 
 
 def check(parameters: int, connections: list[Connection]) -> None:
     """Make one check; raise AssertionError if a rank has another gradient than the big batch."""
-    for connection in connections:
-        connection.send(parameters)
-    model, rows = build_all(parameters)
-    model, rows = model.double(), rows.double()
-    loss(model, rows).backward()
+    if not IN_TURN:
+        for connection in connections:
+            connection.send(parameters)
+    expected = big_batch(parameters)
+    if IN_TURN:
+        for connection in connections:
+            connection.send(parameters)
     if not COMPARE:
         for connection in connections:
             connection.recv_bytes()
         return
-    buffer = bytearray(max(p.numel() for p in model.parameters()) * DTYPE.itemsize)
-    for name, parameter in model.named_parameters():
-        expected = parameter.grad.reshape(-1)
-        norm = expected.norm()
+    buffer = bytearray(max(one.numel() for one in expected.values()) * DTYPE.itemsize)
+    for name, gradient in expected.items():
+        right = gradient.reshape(-1).double()
+        norm = right.norm()
         for rank, connection in enumerate(connections):
             connection.recv_bytes_into(buffer)
-            measured = torch.frombuffer(buffer, dtype=DTYPE, count=expected.numel()).double()
-            error = (measured.sub_(expected).norm() / norm).item()
+            measured = torch.frombuffer(buffer, dtype=DTYPE, count=right.numel()).double()
+            error = (measured.sub_(right).norm() / norm).item()
             if not error <= LIMIT:
                 raise AssertionError(f"{name} on rank {rank}: error {error:.1e}")
 

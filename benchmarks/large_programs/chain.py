@@ -8,10 +8,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 PARAMETERS = int(os.environ["BENCHMARK_PARAMETERS"])
 CHECKS = int(os.environ["BENCHMARK_CHECKS"])
 DTYPE: torch.dtype = getattr(torch, os.environ["BENCHMARK_DTYPE"])
+STEP = os.environ.get("BENCHMARK_STEP", "ddp")
+IN_TURN = os.environ.get("BENCHMARK_IN_TURN") == "1"
+"""The big batch comes before the ranks, because both together do not fit into memory."""
 
 WIDEST = 1000
 EXAMPLES = 4
@@ -42,6 +47,18 @@ def build(parameters: int) -> nn.Module:
 def loss(model: nn.Module, rows: Tensor) -> Tensor:
     """A mean over examples, so that DDP's average is the gradient of the big batch."""
     return model(rows).square().mean()
+
+
+def step(model: nn.Module, rows: Tensor) -> None:
+    """The step on one rank. ``fsdp2_summed`` has the mistake that gradients are not averaged."""
+    if STEP == "ddp":
+        wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        loss(wrapper, rows).backward()
+        return
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    (loss(model, rows) * (RANKS if STEP == "fsdp2_summed" else 1)).backward()
 
 
 def peak_bytes() -> int:

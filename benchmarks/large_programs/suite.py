@@ -20,8 +20,8 @@ from chain import (
     peak_bytes,
     width_of,
 )
+from chain import step as train
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, Verdict, check
 
@@ -45,8 +45,7 @@ def case_of(parameters: int) -> Case:
 
 def step(model: nn.Module, shard: Tensor, rank: Rank) -> None:
     """The step that is compared with the big batch."""
-    ddp = DistributedDataParallel(model)
-    loss(ddp, shard).backward()
+    train(model, shard)
 
 
 def step_that_prints_its_peak(model: nn.Module, shard: Tensor, rank: Rank) -> None:

@@ -39,6 +39,9 @@ class Settings:
     may not replace NCCL."""
     give_up_lanes: bool = False
     """Ranks on GPUs that have failed to start, and have never started, are not started again."""
+    compared_by_ranks: bool | None = None
+    """Each rank compares its own gradients with the true ones, or it sends them. None: the size of
+    the model decides."""
     repeat: str = ""
     """The command that repeats the check. Reports print it."""
     plant: str = ""

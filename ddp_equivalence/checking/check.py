@@ -24,6 +24,8 @@ from ddp_equivalence.checking.judged_again import (
     unless_right_in_own_precision,
     will_be_judged_by_steps,
 )
+from ddp_equivalence.checking.large_models import BigBatch, big_batch_of
+from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.diagnose import finding_of_wrong_collectives
@@ -39,7 +41,7 @@ from ddp_equivalence.diagnosis.state import (
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown
 from ddp_equivalence.diagnosis.vacuity import against_idle_data_parallel, against_shared_gpus
-from ddp_equivalence.diagnosis.view import check_shards, expected_of
+from ddp_equivalence.diagnosis.view import check_shards
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (
     Measurement,
@@ -61,7 +63,6 @@ from ddp_equivalence.measurement.request import (
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.deadlines import (
     one_at_a_time,
-    threads_beside,
     threads_for,
     use_one_thread_in_a_fork,
 )
@@ -135,17 +136,17 @@ def raise_unless_same(verdict: Verdict) -> None:
 
 def _judge(request: Request) -> Verdict:
     """Measure, compare, and decide between same, different and unknown."""
-    known = _known_before(request)
+    known, big_batch = _known_before(request), big_batch_of(request)
     started, began = time.monotonic(), 0.0
     wrong, second = tuple[str, ...](), SecondRun()
     try:
-        with at_work(request, request.deadline, request.fresh) as ranks:
+        with (
+            big_batch.prepared(),
+            at_work(request, request.deadline, request.fresh, truth=big_batch.address) as ranks,
+        ):
             began = time.time()
-            with threads_beside(request.processes.world_size):  # while the ranks work
-                expected = expected_of(request)
-                why_unknown = vacuity.against_the_reference(expected.reference)
-            check_shards(request, expected.reference)
-            analysis = Analysis(request, expected)
+            expected, analysis = _computed(request, big_batch)
+            why_unknown = vacuity.against_the_reference(expected.reference)
             known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             state = state_that_matters(expected, measurement)
@@ -193,6 +194,15 @@ def _judge(request: Request) -> Verdict:
         measurement = replace(measurement, comparison=right)
         return _same_if_shown(replace(verdict, comparison=right), measurement, request, state)
     return _different_if_comparable(verdict, analysis, request, wrong)
+
+
+def _computed(request: Request, big_batch: BigBatch) -> tuple[Expected, Analysis]:
+    """The big batch, which is told to ranks that compare their own gradients."""
+    expected = big_batch.expected()
+    check_shards(request, expected.reference)
+    analysis = Analysis(request, expected)
+    big_batch.tell_ranks(expected, analysis.sample)
+    return expected, analysis
 
 
 def _after_clipping(request: Request, measurement: Measurement) -> Request | None:

@@ -15,15 +15,17 @@ from torch import Tensor
 
 from ddp_equivalence.case.errors import SuiteBug
 from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.comparison.chunks import Chunk, chunks
 from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.comparison.gradients import (
     Description,
     Gradients,
     dense,
     describe,
-    hash_bytes,
     in_first_step,
 )
+from ddp_equivalence.comparison.shared import ComparedHere, sums_of
+from ddp_equivalence.comparison.sums import Sums, not_nan
 from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance, relative_to
 
 # The result of a comparison, as frozen data: errors and limits by parameter and rank.
@@ -97,7 +99,7 @@ class Comparison:
     ``elements`` counts the elements of all compared parameters. ``other_forms`` lists gradients
     whose form alone differs, which is no difference. ``same`` is True only if the ranks also agree
     to the last bit: ranks that train together must leave a step with the same weights, or they
-    drift apart.
+    drift apart. ``by_the_ranks``: each rank has compared its own gradients.
     """
 
     parameters: tuple[ParameterComparison, ...]
@@ -106,6 +108,7 @@ class Comparison:
     elements: int
     other_forms: tuple[OtherForm, ...] = ()
     missing: tuple[str, ...] = ()
+    by_the_ranks: bool = False
 
     @property
     def fewest_exchanged(self) -> int:
@@ -218,32 +221,6 @@ MOSTLY_ONE = 1.02
 largest squared difference."""
 
 
-@dataclass
-class _Sums:
-    """The sums that are kept of one parameter on one rank while its chunks pass.
-
-    Here m is the measured gradient and t the true one. ``difference``, ``measured``: sums of
-    squares of m - t and of m. ``product``: the sum of m t. ``element``: the worst
-    |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the largest |m_i - t_i|.
-    ``seen``: how many elements have passed. ``zero``: True if all of them were zeros. ``bits``: a
-    hash of the chunks that have passed.
-    """
-
-    difference: float = 0.0
-    measured: float = 0.0
-    product: float = 0.0
-    element: float = 0.0
-    largest: float = 0.0
-    place: int = 0
-    seen: int = 0
-    zero: bool = True
-    bits: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    def is_zero(self, shape: tuple[int, ...]) -> bool:
-        """True if every element of this shape has passed, and was zero."""
-        return self.zero and self.seen == math.prod(shape)
-
-
 class Comparator:
     """Compares gradients as they arrive. It holds the expected ones, and sums of the measured ones.
 
@@ -278,8 +255,9 @@ class Comparator:
             if norm == 0 and not np.any(self._expected[key])
         }
         self._tolerance = tolerance
+        self._by_the_ranks = False
         self._ranks: dict[int, Mapping[GradientKey, Description | None]] = {}
-        self._sums: dict[tuple[int, GradientKey], _Sums] = {}
+        self._sums: dict[tuple[int, GradientKey], Sums] = {}
 
     def begin(self, rank: int, described: Mapping[GradientKey, Description | None]) -> None:
         """Announce the gradients of a rank. Unexpected ones need not be added afterwards."""
@@ -289,42 +267,25 @@ class Comparator:
             if description is not None and (
                 expected is None or description.shape == expected.shape
             ):
-                self._sums[rank, key] = _Sums()
+                self._sums[rank, key] = Sums()
 
     def add(self, rank: int, chunk: Chunk) -> None:
         """Take in one chunk. Chunks of parameters that are not expected are ignored."""
         sums = self._sums.get((rank, chunk.key))
         if sums is None:
             return
-        flat = chunk.values
-        sums.seen += flat.numel()
-        sums.bits.update(chunk.offset.to_bytes(8, "little"))
-        hash_bytes(sums.bits, flat)
-        whole = self._expected.get(chunk.key)
-        if whole is None:
-            sums.zero = sums.zero and not bool(flat.any())
-            return
-        if chunk.offset + flat.numel() > whole.size:
-            return
-        # This is in numpy: for small gradients, a call into torch costs more than the arithmetic.
-        truth = whole[chunk.offset : chunk.offset + flat.numel()]
-        values = flat.double().numpy()
-        with np.errstate(all="ignore"):
-            difference = values - truth
-            sums.difference += float(difference @ difference)
-            square = float(values @ values)
-            sums.zero = sums.zero and square == 0 and not values.any()
-            sums.measured += square
-            sums.product += float(values @ truth)
-            if difference.any():
-                rms = self._norms[chunk.key] / math.sqrt(whole.size)
-                scale = np.maximum(np.abs(truth), rms)
-                np.abs(difference, out=difference)
-                sums.largest = max(sums.largest, _not_nan(float(difference.max())))
-                relative = difference / scale
-                place = int(relative.argmax())  # the first NaN, if there is one
-                if (worst := _not_nan(float(relative[place]))) > sums.element:
-                    sums.element, sums.place = worst, chunk.offset + place
+        truth = self._expected.get(chunk.key)
+        rms = 0.0 if truth is None else self._norms[chunk.key] / math.sqrt(max(1, truth.size))
+        part = slice(chunk.offset, chunk.offset + chunk.values.numel())
+        sums.take(chunk.offset, chunk.values, None if truth is None else truth[part], rms)
+
+    def take(self, here: Mapping[int, ComparedHere]) -> None:
+        """Take in the sums that the ranks have made themselves, instead of their chunks."""
+        self._by_the_ranks = bool(here)
+        for rank, of_rank in here.items():
+            for key in of_rank.sums:
+                if (rank, key) in self._sums:
+                    self._sums[rank, key] = sums_of(here, rank, key)
 
     def finish(
         self,
@@ -369,6 +330,7 @@ class Comparator:
             elements=sum(math.prod(parameter.shape) for parameter in compared),
             other_forms=tuple(form for form in forms if form not in of_some_ranks),
             missing=tuple(missing) if all(not one.found.named for one in unequal) else (),
+            by_the_ranks=self._by_the_ranks,
         )
 
     def _label(self, key: GradientKey) -> str:
@@ -412,7 +374,7 @@ class Comparator:
                 bits.add(absent if description is None else b"other shape")
                 continue
             sums = self._sums[rank, key]
-            bits.add(b"zeros" if sums.zero else sums.bits.digest())
+            bits.add(b"zeros" if sums.zero else sums.digest)
             by_rank.append(_rank_error(rank, sums, norm, limit, _index(sums, described.shape)))
         return ParameterComparison(
             self._label(key),
@@ -426,9 +388,9 @@ class Comparator:
 
 
 def _rank_error(
-    rank: int, sums: _Sums, norm: float, limit: Limit, place: tuple[int, ...]
+    rank: int, sums: Sums, norm: float, limit: Limit, place: tuple[int, ...]
 ) -> RankError:
-    distance, size = math.sqrt(_not_nan(sums.difference)), math.sqrt(_not_nan(sums.measured))
+    distance, size = math.sqrt(not_nan(sums.difference)), math.sqrt(not_nan(sums.measured))
     factor = sums.product / (norm * norm) if norm * norm > 0 else math.nan
     rest = sums.measured - factor * sums.product if norm * norm > 0 else sums.measured
     return RankError(
@@ -437,12 +399,12 @@ def _rank_error(
         error=relative_to(distance, norm),
         element=sums.element,
         factor=factor,
-        unexplained=relative_to(math.sqrt(max(0.0, _not_nan(rest))), size),
+        unexplained=relative_to(math.sqrt(max(0.0, not_nan(rest))), size),
         ratio=relative_to(size, norm),
         within=distance <= limit.absolute and sums.element <= limit.element,
         place=place,
         alone=0 < sums.difference < MOSTLY_ONE * sums.largest * sums.largest,
-        bits=b"" if sums.zero else sums.bits.digest(),
+        bits=b"" if sums.zero else sums.digest,
     )
 
 
@@ -457,16 +419,12 @@ def _squares_by_step(norms: Mapping[GradientKey, float]) -> dict[int, float]:
     return squares
 
 
-def _index(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _index(sums: Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
     place, index = sums.place, []
     for size in reversed(shape) if all(shape) else ():
         place, last = divmod(place, size)
         index.append(last)
     return tuple(reversed(index))
-
-
-def _not_nan(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 # Compare gradients that are all in the memory of this process.
@@ -508,63 +466,6 @@ def _check_memory(
         return
     if gradient.data_ptr() == expected.data_ptr():
         raise SuiteBug(f"{key[1]} of rank {rank} is the reference itself: same memory")
-
-
-# Gradients travel between processes in chunks, so that neither holds a second copy of all.
-
-CHUNK_BYTES = 16 * 2**20
-"""The largest size of a chunk."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Elements ``offset`` to ``offset + values.numel()`` of one flattened gradient.
-
-    ``values``: they are contiguous, on the CPU, and have no graph.
-    """
-
-    key: GradientKey
-    offset: int
-    values: Tensor
-
-
-@dataclass(frozen=True)
-class RawChunk:
-    """A chunk on its way between processes: as bytes, since numpy has no bfloat16."""
-
-    key: GradientKey
-    offset: int
-    dtype: torch.dtype
-    data: np.ndarray[tuple[int], np.dtype[np.uint8]]
-
-    def open(self) -> Chunk:
-        return Chunk(self.key, self.offset, torch.from_numpy(self.data).view(self.dtype))
-
-
-def chunks(gradients: Gradients) -> Iterator[Chunk]:
-    """All gradients, flattened and cut into chunks. An empty gradient has no chunk."""
-    for key, gradient in gradients.items():
-        if gradient is None:
-            continue
-        flat = dense(gradient).reshape(-1)
-        size = max(1, CHUNK_BYTES // flat.element_size())
-        for offset in range(0, flat.numel(), size):
-            yield Chunk(key, offset, flat[offset : offset + size].cpu().contiguous())
-
-
-def raw_messages(gradients: Gradients) -> Iterator[list[RawChunk]]:
-    """All gradients as messages of at most CHUNK_BYTES, in which small chunks travel together."""
-    message: list[RawChunk] = []
-    size = 0
-    for chunk in chunks(gradients):
-        data = chunk.values.view(torch.uint8).numpy()
-        if message and size + data.nbytes > CHUNK_BYTES:
-            yield message
-            message, size = [], 0
-        message.append(RawChunk(chunk.key, chunk.offset, chunk.values.dtype, data))
-        size += data.nbytes
-    if message:
-        yield message
 
 
 # Everything but the values of a gradient: whether there is one, its shape, dtype and form.

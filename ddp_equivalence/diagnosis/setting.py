@@ -261,13 +261,24 @@ def reduces_gradients(call: Call) -> bool:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The ``reader`` reads something by this name, which was ``passed`` to its function, or is set
+    in it.
+    """
+
+    name: str
+    reader: CodeLine
+    passed: bool = False
+
+
+@dataclass(frozen=True)
 class PointedLine:
     """``note``: what the line did, as a clause of the report; "" if the line speaks for itself.
 
     ``is_fault``: the line to change, or, if something is ``missing``, the line after which it
     should stand. ``missing``: what should stand there. ``begins_backward``: a backward pass begins
     there, and nothing else is known of the line. ``of_rows``: it makes the loss of a rank's rows,
-    and nothing else is known of it.
+    and nothing else is known of it. ``reads``: how another line reads what this one makes.
     """
 
     line: CodeLine
@@ -276,6 +287,7 @@ class PointedLine:
     missing: str = ""
     begins_backward: bool = False
     of_rows: bool = False
+    reads: Reading | None = None
 
 
 def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:

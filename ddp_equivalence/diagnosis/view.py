@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.build import build_whole_batch
@@ -270,8 +270,9 @@ class View:
         return [local.sum(0) / layout.nodes for local in self.local_gradients]
 
 
-def expected_of(request: Request) -> Expected:
-    """The reference of a request, and the digests of what its ranks must be given.
+def expected_of(request: Request, model: nn.Module | None = None) -> Expected:
+    """The reference of a request, and the digests of what its ranks must be given. ``model``: that
+    of the case, if it has been built already.
 
     Raises BadCase whenever the case's model, batch or loss is at fault.
     """
@@ -297,6 +298,7 @@ def expected_of(request: Request) -> Expected:
         (as_read(request, whole), sizes),
         request.at_each_step,
         request.after_clipping,
+        model,
     )
     return Expected(reference, None if case.is_catalogue else data, request.read_order)
 

@@ -16,7 +16,8 @@ from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.training import Compare, GradientKey, Steps, Training
-from ddp_equivalence.comparison.comparison import Comparator, Comparison, RawChunk
+from ddp_equivalence.comparison.chunks import RawChunk
+from ddp_equivalence.comparison.comparison import Comparator, Comparison
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.comparison.rounding import (
     Expected,
@@ -25,6 +26,7 @@ from ddp_equivalence.comparison.rounding import (
     measure_more,
     measure_rounding,
 )
+from ddp_equivalence.comparison.shared import ComparedHere, kept_of
 from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, USELESS, Noise, Tolerance
 from ddp_equivalence.measurement.calls import Operations
 from ddp_equivalence.measurement.observation import Observation
@@ -72,12 +74,15 @@ def at_work(
     log_operations: bool = False,
     order: tuple[int, ...] = (),
     log_draws: bool = False,
+    truth: str = "",
 ) -> Iterator[RankSet]:
-    """Let ranks work on the request, until the end of the block.
+    """Let ranks work on the request, until the end of the block. ``truth``: as in ``Work``.
 
     Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
-    message = message_for(request, observe, look_for_float32, log_operations, order, log_draws)
+    message = message_for(
+        request, observe, look_for_float32, log_operations, order, log_draws, truth
+    )
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -94,6 +99,7 @@ def message_for(
     log_operations: bool = False,
     order: tuple[int, ...] = (),
     log_draws: bool = False,
+    truth: str = "",
 ) -> bytes:
     """The request as it is sent to the ranks. The other arguments: as in ``Work``.
 
@@ -106,6 +112,7 @@ def message_for(
         log_operations=log_operations,
         order=order,
         log_draws=log_draws,
+        truth=truth,
     )
     try:
         return pickling.dumps(run, work)
@@ -146,22 +153,7 @@ def measure(
     tolerance = Tolerance(expected.reference.lowest_dtype, exact=request.case.exact)
     right, owned = expected.reference.expected, request.judges_gradients_at_each_step
     comparator = Comparator(right, expected.described, tolerance, owned=owned)
-    evidence: dict[int, Evidence] = {}
-    kept: dict[int, dict[GradientKey, list[Tensor]]] = {}
-    for rank, result in ranks.collect(deadline):
-        if isinstance(result, Evidence):
-            evidence[rank] = result
-            comparator.begin(rank, result.gradients)
-            kept[rank] = {}
-            continue
-        assert isinstance(result, list)
-        for raw in result:
-            assert isinstance(raw, RawChunk)
-            chunk = raw.open()
-            comparator.add(rank, chunk)
-            if chunk.key in sample.sizes:
-                elements = sample.of_chunk(chunk.key, chunk.offset, chunk.values)
-                kept[rank].setdefault(chunk.key, []).append(elements)
+    evidence, kept = _collected(ranks, comparator, deadline, sample)
     autocast = None  # it does nothing in float64
     if tolerance.dtype is not torch.float64:
         autocast = autocast_of(evidence)
@@ -190,6 +182,40 @@ def measure(
                 comparator, expected, tolerance, autocast, on_device.noise
             )
     return measurement
+
+
+def _collected(
+    ranks: RankSet, comparator: Comparator, deadline: float, sample: ElementSample[GradientKey]
+) -> tuple[dict[int, Evidence], dict[int, dict[GradientKey, list[Tensor]]]]:
+    """The evidence of every rank, and the sampled elements of its gradients, in parts."""
+    evidence: dict[int, Evidence] = {}
+    kept: dict[int, dict[GradientKey, list[Tensor]]] = {}
+    here: dict[int, ComparedHere] = {}
+    for rank, result in ranks.collect(deadline):
+        if isinstance(result, Evidence):
+            evidence[rank] = result
+            comparator.begin(rank, result.gradients)
+            kept[rank] = {}
+            continue
+        if isinstance(result, ComparedHere):
+            here[rank] = result
+            continue
+        assert isinstance(result, list)
+        for raw in result:
+            assert isinstance(raw, RawChunk)
+            chunk = raw.open()
+            comparator.add(rank, chunk)
+            if chunk.key in sample.sizes:
+                elements = sample.of_chunk(chunk.key, chunk.offset, chunk.values)
+                kept[rank].setdefault(chunk.key, []).append(elements)
+    comparator.take(here)
+    for rank, of_rank in here.items():
+        kept[rank] = {
+            key: [kept_of(here, rank, key, sample.size(key))]
+            for key in of_rank.sums
+            if key in sample.sizes
+        }
+    return evidence, kept
 
 
 def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:

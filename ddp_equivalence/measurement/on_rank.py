@@ -18,6 +18,7 @@ from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.build import build_model, build_whole_batch, given_to, named_state
 from ddp_equivalence.case.case import name_of
+from ddp_equivalence.case.memory import give_back_memory
 from ddp_equivalence.case.random_state import (
     seed_in_use,
     seeded,
@@ -33,16 +34,18 @@ from ddp_equivalence.case.training import (
     StepRecord,
     update_of,
 )
-from ddp_equivalence.comparison.comparison import raw_messages
+from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.gradients import (
     Digests,
     ElementSample,
     describe,
     digest,
     digest_leaves,
+    gathered,
     in_first_step,
     sgd_step,
 )
+from ddp_equivalence.comparison.shared import compared_here
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.calls import NotPlain, plain
 from ddp_equivalence.measurement.draws import DrawLog
@@ -74,7 +77,12 @@ from ddp_equivalence.measurement.returned import (
 from ddp_equivalence.measurement.whole_tensors import WholeTensors, original_parameters
 from ddp_equivalence.measurement.work import Evidence, OfOptimizers, Work, is_prepared
 from ddp_equivalence.ranks import process_state
-from ddp_equivalence.ranks.collectives import MissedWait, missed_waits, new_collectives
+from ddp_equivalence.ranks.collectives import (
+    MissedWait,
+    missed_waits,
+    new_collectives,
+    of_the_suite,
+)
 from ddp_equivalence.ranks.process_state import as_a_script_has_them, libraries
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
@@ -84,7 +92,9 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
-    """Yield the Evidence, then the gradients as lists of RawChunk."""
+    """Yield the Evidence, then the gradients as lists of RawChunk; or how they compare, if the rank
+    can read the true ones.
+    """
     with without_restoring_random_state():  # nothing else in this process draws random numbers
         model = build_model(work.case)
         if any(one.device != rank.device for one in (*model.parameters(), *model.buffers())):
@@ -98,13 +108,25 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
         return
     # Tensors that are not parameters of the model are never compared. They may be huge, so only
     # their description is sent, with the evidence.
-    yield from raw_messages(
-        {
-            key: gradient
-            for key, gradient in gradients.items()
-            if gradient is None or gradient.shape == shapes.get(key[1])
-        }
-    )
+    compared = {
+        key: gradient
+        for key, gradient in gradients.items()
+        if gradient is None or gradient.shape == shapes.get(key[1])
+    }
+    here = None
+    if work.truth:
+        with of_the_suite(), torch.no_grad():
+            here = compared_here(work.truth, compared)
+            if here is None:  # it cannot be read, so nothing stays sharded
+                compared = {
+                    key: None if one is None else gathered(one) for key, one in compared.items()
+                }
+    if here is None:
+        yield from raw_messages(compared)
+        return
+    yield here
+    del gradients, compared
+    give_back_memory()
 
 
 def _run_step(
@@ -360,7 +382,8 @@ class RunOfStep:
             weights = held.digest() if len(given) > 1 else ""
             returned = self._one_step(step, shard, number)
             if work.compare == "gradients":
-                by_name = held.gradients() if returned is None else returned
+                stay = bool(work.truth) and len(given) == 1
+                by_name = held.gradients(sharded=stay) if returned is None else returned
                 # DDP's bucket views put the gradients of the next step into the same memory.
                 left = self._races.as_left(by_name, keep=len(given) > 1)
                 gradients |= {(number, name): gradient for name, gradient in left.items()}
@@ -553,6 +576,7 @@ def _copies(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 def _same_bits(copy: Tensor | None, now: Tensor | None) -> bool:
     if copy is None or now is None:
         return copy is now
+    copy, now = (getattr(one, "to_local", lambda one=one: one)() for one in (copy, now))
     if copy.is_sparse:
         copy, now = copy._values(), now._values()
     same = (copy == now) | ((copy != copy) & (now != now))  # NaN counts as equal to NaN

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from ddp_equivalence.comparison.comparison import Comparator, Comparison, RawChunk
+from ddp_equivalence.comparison.chunks import RawChunk
+from ddp_equivalence.comparison.comparison import Comparator, Comparison
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.measurement.edited_code import EditedCode

@@ -46,15 +46,17 @@ class WholeTensors:
         """A copy of every weight."""
         return {name: one.clone() for name, one in self._weights().items()}
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter. One that is not sharded is not copied."""
+    def gradients(self, *, sharded: bool = False) -> dict[str, Tensor | None]:
+        """The gradient of every parameter. One that is not sharded is not copied. ``sharded``:
+        leave DTensors as they are, each rank with its own part.
+        """
         parameters, places = self._found()
         found = {name: parameter.grad for name, parameter in parameters.items()}
         if not places and not any(map(_is_sharded, parameters.values())):
             return found
         with of_the_suite(), torch.no_grad():
             flat = _of_places(places, flat_gradients)
-            return self._in_order(_gathered(found, parameters) | flat)
+            return self._in_order(_gathered(found, parameters, sharded=sharded) | flat)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters as they are now, as far as they are tensors of their own."""
@@ -175,27 +177,27 @@ def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def _gathered(
-    found: Mapping[str, Tensor | None], parameters: Mapping[str, Any]
+    found: Mapping[str, Tensor | None], parameters: Mapping[str, Any], *, sharded: bool = False
 ) -> dict[str, Tensor | None]:
-    """The gradients, whole. A rank that lacks its shard of one counts as a rank with zeros there,
-    or else those that have it would wait for the rank.
+    """The gradients, whole or still ``sharded``. A rank that lacks its shard of one counts as a
+    rank with zeros there, or else those that have it would wait for the rank.
     """
-    sharded = {name: one for name, one in parameters.items() if _is_sharded(one)}
+    of_mesh = {name: one for name, one in parameters.items() if _is_sharded(one)}
     on_mesh: dict[Any, list[str]] = {}
-    for name, parameter in sharded.items():
+    for name, parameter in of_mesh.items():
         on_mesh.setdefault(parameter.device_mesh, []).append(name)
     whole = dict(found)
     for mesh, names in on_mesh.items():
         held = [found[name] is not None for name in names]
-        device = sharded[names[0]].to_local().device
+        device = of_mesh[names[0]].to_local().device
         anywhere = torch.tensor(held, dtype=torch.int32, device=device)
         for group in mesh.get_all_groups():
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
         for name, has, somebody_has in zip(names, held, anywhere.tolist(), strict=True):
             if somebody_has:
-                one = found[name] if has else torch.zeros_like(sharded[name])
+                one = found[name] if has else torch.zeros_like(of_mesh[name])
                 assert one is not None
-                whole[name] = gathered(one.detach())
+                whole[name] = one.detach() if sharded else gathered(one.detach())
     return whole
 
 

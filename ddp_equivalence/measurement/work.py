@@ -47,7 +47,8 @@ class Work:
     runs, and sends no gradients. ``order``: if it is given, the examples of the batch are put into
     this order first. ``log_draws``: a rank that is watched also records the random numbers that it
     draws. ``at_each_step``, ``after_clipping``: as in the request. ``read_order``: the order
-    of the examples in the reference, in which what was read is looked up.
+    of the examples in the reference, in which what was read is looked up. ``truth``: the address of
+    the true gradients, if the rank is to compare its own with them; it then sends none.
     """
 
     case: Case
@@ -65,6 +66,7 @@ class Work:
     at_each_step: bool = False
     after_clipping: bool = False
     read_order: tuple[int, ...] = ()
+    truth: str = ""
 
     @property
     def trains(self) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.training import GradientKey
-from ddp_equivalence.comparison.comparison import Comparator, chunks
+from ddp_equivalence.comparison.chunks import chunks
+from ddp_equivalence.comparison.comparison import Comparator
 from ddp_equivalence.comparison.gradients import ElementSample, describe, digest, in_first_step
 from ddp_equivalence.comparison.rounding import (
     OF_ORDER,

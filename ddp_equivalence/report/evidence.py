@@ -57,6 +57,9 @@ def _can_be_a_script(verdict: Verdict) -> bool:
 # What really ran, in every check.
 
 
+BY_THE_RANKS = ", each by itself, with what the CPU computed for the big batch"
+
+
 def _evidence(verdict: Verdict) -> Iterator[str]:
     comparison, count = verdict.comparison, len(verdict.evidence)
     if count:
@@ -70,7 +73,7 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         ranks, parameters = len(comparison.ranks), comparison.parameters
         yield (
             f"{len(parameters)} parameters ({comparison.elements} elements) compared on {ranks} "
-            f"{plural(ranks, 'rank')}"
+            f"{plural(ranks, 'rank')}{BY_THE_RANKS if comparison.by_the_ranks else ''}"
         )
         rounding = [one.name for one in parameters if one.limit.only_rounding and one.norm]
         if rounding:

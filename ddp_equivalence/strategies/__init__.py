@@ -5,15 +5,20 @@ from __future__ import annotations
 from ddp_equivalence.strategies import (
     data_parallel,
     ddp_accumulation,
+    ddp_checkpointed,
     ddp_gathered,
     ddp_global_mean,
     ddp_mean,
+    ddp_static_graph,
     ddp_sum,
     ddp_sum_hook,
     emulated_data_parallel,
+    fsdp2,
+    hsdp,
     hybrid,
     hybrid_data_parallel,
     manual_all_reduce,
+    replicate,
 )
 from ddp_equivalence.strategies.strategy import Strategy
 
@@ -31,6 +36,11 @@ STRATEGIES: dict[str, Strategy] = {
         ddp_accumulation.STRATEGY,
         manual_all_reduce.MEAN,
         manual_all_reduce.SUM,
+        ddp_static_graph.STRATEGY,
+        ddp_checkpointed.STRATEGY,
+        replicate.STRATEGY,
+        fsdp2.STRATEGY,
+        hsdp.STRATEGY,
         hybrid.STRATEGY,
         hybrid_data_parallel.STRATEGY,
     )

@@ -130,6 +130,9 @@ def _chosen(strategy: Strategy) -> Iterator[Trial]:
     if strategy.gpus_per_rank > 1:
         yield from _on_several_gpus(strategy)
         return
+    if strategy.has_the_rule_of:
+        yield from _each_once(strategy)
+        return
     core = FEW_CORE if strategy.tries_few_pairs else CORE
     yield from _with_every_pair(strategy)
     for model, loss in core:
@@ -161,6 +164,25 @@ def _on_several_gpus(strategy: Strategy) -> Iterator[Trial]:
     yield Trial(case, strategy.name, compare="update")
 
 
+def _each_once(strategy: Strategy) -> Iterator[Trial]:
+    """Every model with a mean, a few losses, shards, precisions and options, and layouts."""
+    mlp, tokens = ("mlp", "mse_mean"), ("gru_tied", "token_mean")
+    for model in MODELS.values():
+        loss = next(name for name in FEW_LOSSES if LOSSES[name].output == model.output)
+        if _is_tried(strategy, model, LOSSES[loss]):
+            yield Trial(case_of(strategy, model.name, loss, "2x2"), strategy.name)
+    for loss in ("mse_sum", "contrastive"):
+        yield Trial(case_of(strategy, "mlp", loss, "1x2"), strategy.name)
+    for layout in ("1x2", *_layouts(strategy)[-3:], EIGHT_GPUS):
+        yield Trial(case_of(strategy, *mlp, layout), strategy.name)
+    for pair, shards in ((mlp, "uneven"), (tokens, "interleaved")):
+        yield Trial(case_of(strategy, *pair, "1x2", shards), strategy.name)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Trial(case_of(strategy, *mlp, "1x2", dtype=dtype), strategy.name)
+    yield Trial(case_of(strategy, *mlp, "1x2"), strategy.name, steps=2)
+    yield Trial(case_of(strategy, *mlp, "2x2"), strategy.name, compare="update")
+
+
 def _main_layout(strategy: Strategy) -> str:
     if strategy.lane is not None:
         return "1x2"  # This needs the fewest devices.
@@ -168,7 +190,11 @@ def _main_layout(strategy: Strategy) -> str:
 
 
 def _layouts(strategy: Strategy) -> tuple[str, ...]:
-    return ONE_PROCESS_LAYOUTS if strategy.one_process else LAYOUTS
+    if strategy.one_process:
+        return ONE_PROCESS_LAYOUTS
+    if not strategy.needs_even_nodes:
+        return LAYOUTS
+    return tuple(layout for layout in LAYOUTS if parse(layout).has_even_nodes)
 
 
 def _few_layouts(strategy: Strategy) -> tuple[str, ...]:
@@ -192,6 +218,8 @@ def _is_tried(strategy: Strategy, model: CatalogueModel, loss: CatalogueLoss) ->
         return False
     if model.draws_random_numbers and strategy.runs_forward_in_turn:
         return False  # The model may happen to draw the same masks as in the big batch.
+    if not strategy.takes(model) or (strategy.shards_parameters and loss.uses_all_parameters):
+        return False
     if loss.batch_coupled:
         return model.name in WITH_COUPLED_LOSSES
     in_core = model.name in [name for name, _ in FEW_CORE]
@@ -209,7 +237,8 @@ def _with_other_shards(strategy: Strategy, model: str, loss: str) -> Iterator[Tr
     for shards, layouts in SHARDS.items():
         if shards == "no_valid_token" and LOSSES[loss].output != "tokens":
             continue
-        for layout in (_main_layout(strategy),) if strategy.one_process else layouts:
+        fitting = [one for one in layouts if one in _layouts(strategy)]
+        for layout in (_main_layout(strategy),) if strategy.one_process else fitting:
             yield Trial(case_of(strategy, model, loss, layout, shards), strategy.name)
 
 

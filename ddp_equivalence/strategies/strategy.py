@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence.case.build import loss_of
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.models.model import CatalogueModel
 from ddp_equivalence.case.shards import Shards
 from ddp_equivalence.case.training import Steps
 from ddp_equivalence.ranks import Rank
@@ -43,17 +44,24 @@ class Task:
         value: Tensor = loss_of(self.case)(model, batch)
         return value
 
-    def wrap(self) -> DistributedDataParallel:
-        """Wrap the model in DistributedDataParallel.
+    @property
+    def may_leave_parameters_unused(self) -> bool:
+        """True if some ranks may compute nothing with a parameter of the model."""
+        model = self.case.model
+        return isinstance(model, str) and MODELS[model].unused_on_some_ranks
+
+    def wrap(self, model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+        """Wrap the model, or what was made of it, in DistributedDataParallel with these options.
 
         The caller must hold the wrapper until backward has ended: when it is freed, its hooks go
         with it, and nothing is reduced. Torch raises no error then.
         """
-        model = self.case.model
-        unused = isinstance(model, str) and MODELS[model].unused_on_some_ranks
         devices = [self.rank.device] if self.rank.device.type == "cuda" else None
         return DistributedDataParallel(
-            self.model, device_ids=devices, find_unused_parameters=unused
+            self.model if model is None else model,
+            device_ids=devices,
+            find_unused_parameters=self.may_leave_parameters_unused,
+            **options,
         )
 
 
@@ -95,6 +103,15 @@ class Strategy:
     micro-batches."""
     tries_few_pairs: bool = False
     """Few pairs of model and loss are tried, because the rule depends on neither."""
+    has_the_rule_of: str = ""
+    """Another strategy, whose rule this one follows in another way of computing: each model, loss
+    and layout is tried once."""
+    takes: Callable[[CatalogueModel], bool] = lambda model: True
+    """Says which models of the catalogue can be trained so."""
+    shards_parameters: bool = False
+    """Outside the forward pass, a rank has nothing but its shards of the parameters."""
+    needs_even_nodes: bool = False
+    """All nodes must have equally many ranks."""
     more_shards: tuple[tuple[str, str], ...] = ()
     """Layouts and shards that are tried with this strategy and no other."""
 

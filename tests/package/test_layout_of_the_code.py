@@ -13,27 +13,27 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 359,
+    "": 361,
     "adapters": 317,
-    "case": 3_257,
-    "checking": 759,
+    "case": 3_303,
+    "checking": 870,
     "commands": 5_908,
-    "comparison": 1_749,
-    "diagnosis": 21_160,
+    "comparison": 2_207,
+    "diagnosis": 21_222,
     "faults": 2_134,
     "gate": 1_971,
-    "measurement": 8_059,
-    "observed_scripts": 8_059,
+    "measurement": 8_114,
+    "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
-    "report": 5_183,
-    "strategies": 1_376,
+    "report": 5_186,
+    "strategies": 1_641,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 286
+MOST_FILES = 297
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15

@@ -54,6 +54,11 @@ class Layout:
     def nodes(self) -> int:
         return self.rows[0].nodes
 
+    @property
+    def has_even_nodes(self) -> bool:
+        """True if all nodes have equally many ranks."""
+        return len({len(self.ranks_on(node)) for node in range(self.nodes)}) == 1
+
     def ranks_on(self, node: int) -> tuple[int, ...]:
         """The ranks that live on ``node``, in the order of their local rank."""
         return tuple(row.rank for row in self.rows if row.node == node)

@@ -54,3 +54,12 @@ class CatalogueModel:
     only_exact: bool = False
     """The model is used only in cases that are compared bit for bit. In other cases it would show
     nothing that the other models do not show."""
+    scalar_parameters: bool = False
+    """Some parameters have the shape (), of which no rank could be given a shard."""
+
+    @property
+    def can_be_sharded(self) -> bool:
+        """True if FSDP can shard the parameters: all ranks use all of them, and none is a scalar or
+        has a sparse gradient.
+        """
+        return not (self.unused_on_some_ranks or self.sparse_gradients or self.scalar_parameters)

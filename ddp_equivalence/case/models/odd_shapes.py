@@ -27,4 +27,4 @@ class OddShapes(nn.Module):
         return outputs
 
 
-MODEL = CatalogueModel("odd_shapes", OddShapes)
+MODEL = CatalogueModel("odd_shapes", OddShapes, scalar_parameters=True)

@@ -215,7 +215,7 @@ def _lines_that_add_up(view: View) -> Sequence[PointedLine]:
         for place in by_hand(view)
     )
     undivided = "; no line divides them" if in_place else ""
-    missing = f"a division of the gradients by {count}"
+    missing = f"a division of {_the_wrong(view)} by {count}"
     return lines_of_factor(view, count, note=lambda seen: f"{seen}{undivided}", missing=missing)
 
 
@@ -230,9 +230,15 @@ def _mend_sum(view: View) -> str:
     if view.observed.calls.places(Kind.DIVIDE_FACTOR):
         return BY_ITSELF
     if is_unseen(view):
-        return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
+        these = _the_wrong(view)
+        return f"divide {these} by {count}, the ranks, or do not multiply the loss by it."
     where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
-    return f"divide the gradients by {count}, the number of ranks, {where}."
+    return f"divide {_the_wrong(view)} by {count}, the number of ranks, {where}."
+
+
+def _the_wrong(view: View) -> str:
+    """The gradients that are wrong, which the report names if they are not all."""
+    return "these gradients" if view.measured.only_some_parameters_differ else "the gradients"
 
 
 BY_ITSELF = (

@@ -167,8 +167,7 @@ def _lines_of_own_scales(view: View) -> Sequence[PointedLine]:
         return in_order(view, line_of_reduction(view, is_fault=True))
     reduced = None if begun else line_of_reduction(view)
     read_at = [place.line for place in changed[-1:] if place.line] or [one.line for one in shown]
-    run = run_lines(view)
-    made = [one for at in read_at for one in lines_behind(run, at, lambda read: read.text)[:1]]
+    made = [one for at in read_at for one in lines_behind(run_lines(view), at, 1)]
     return in_order(view, *made, *shown, reduced, *last_of(changed, note, is_fault=not shown))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeGuard
 
 from torch import Tensor
@@ -24,53 +23,40 @@ from ddp_equivalence.diagnosis.lines.source import (
     place_at,
     sets_constant,
 )
-from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.setting import PointedLine, Reading
 from ddp_equivalence.measurement.calls import CodeLine
 
 DEEPEST = 2
 """How many lines are followed, one behind the other."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The ``reader`` reads something by this name, which the ``setter`` "sets", "adds to" or
-    "passes" to its function.
-    """
-
-    name: str
-    reader: CodeLine
-    setter: CodeLine
-    verb: str = "sets"
-
-    @property
-    def text(self) -> str:
-        """The same as a clause."""
-        return f"{self.verb} {self.name}, which line {self.reader.number} reads"
-
-
 def lines_behind(
-    run: RunLines, line: CodeLine, tell: Callable[[Reading], str | None]
+    run: RunLines,
+    line: CodeLine,
+    most: int,
+    is_right: Callable[[Reading], bool] = lambda reading: False,
 ) -> list[PointedLine]:
-    """The lines that have run and set what this line reads, the nearest first, with what there is
-    to ``tell`` of what is read: nothing, "", of what is right, so that no line behind it is looked
-    at; None if nothing is known of it.
+    """At most so many lines that have run and set what this line reads, the nearest first.
+
+    ``is_right``: whether what a line reads is known to be right.
     """
     found: dict[CodeLine, PointedLine] = {}
     level: list[tuple[CodeLine, ast.expr | None]] = [(line, None)]
     for _ in range(DEEPEST):
         before: list[tuple[CodeLine, ast.expr | None]] = []
         for reader, part in level:
-            for verb, read, setter, given in _setters(run, reader, part):
-                told = tell(Reading(read, reader, setter, verb))
-                if told == "":
+            for verb, name, setter, given, read in _setters(run, reader, part):
+                reading = Reading(read, reader, verb == "passes")
+                if is_right(reading):
                     continue
-                if told is not None and setter != line:
-                    found.setdefault(setter, PointedLine(setter, told))
+                note = f"{verb} {name}, which line {reader.number} reads"
+                if setter != line:
+                    found.setdefault(setter, PointedLine(setter, note, reads=reading))
                 returning = lines_that_return(run, setter) if verb == "sets" else ()
                 before += [(setter, given), *((one, None) for one in returning)]
         level = before
     # A constant is the same on all ranks, so what else is read tells more.
-    return sorted(found.values(), key=lambda one: sets_constant(one.line))
+    return sorted(found.values(), key=lambda one: sets_constant(one.line))[:most]
 
 
 def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
@@ -86,9 +72,9 @@ def lines_that_return(run: RunLines, line: CodeLine) -> list[CodeLine]:
 
 def _setters(
     run: RunLines, line: CodeLine, part: ast.expr | None
-) -> Iterator[tuple[str, str, CodeLine, ast.expr | None]]:
-    """How a line sets or passes what another one, or this part of it, reads: the verb, the name,
-    the line, and the expression that it gives. Attributes come first: they are set far away.
+) -> Iterator[tuple[str, str, CodeLine, ast.expr | None, str]]:
+    """What a line, or this part of it, reads, which line "sets" it, or "passes" it, as which of
+    its expressions, and as what it is read. Attributes come first, since they are set far away.
     """
     place, origins = place_at(line), Origins(run)
     if place is None:
@@ -109,9 +95,9 @@ def _setters(
             given = origins.of(Origin(place, node))
             given = [one for one in given if not one.fills and not _gives_nothing(one)]
             one = _in_force(run, line, node, given)
-            far = None if one is None else _far_away(origins, one)
+            far = None if one is None else _far_away(origins, node.attr, one)
             if far is not None and (far[0] == "sets" or id(node) not in called):
-                yield far[0], ast.unparse(node), far[1], None
+                yield (*far, None, ast.unparse(node))
     for node in read:
         if isinstance(node, ast.Name):
             given = [one for one in origins.of(Origin(place, node)) if not _gives_nothing(one)]
@@ -120,9 +106,9 @@ def _setters(
             before = [one for one in own if one.line.number < line.number and not _seeds(one)]
             last = max(before, key=lambda one: one.line.number, default=None)
             if last is not None and not _is_leaf(last):
-                yield "adds to" if last.fills else "sets", node.id, last.line, None
+                yield "adds to" if last.fills else "sets", node.id, last.line, None, node.id
             elif last is None and passed and passed[0].place.function is not None:
-                yield "passes", node.id, passed[0].line, passed[0].expression
+                yield "passes", node.id, passed[0].line, passed[0].expression, node.id
 
 
 def _classes(run: RunLines) -> set[str]:
@@ -160,12 +146,12 @@ def _class_of(place: SourceLine) -> str:
     return max(around, key=lambda one: one.lineno).name if around else ""
 
 
-def _far_away(origins: Origins, given: Origin) -> tuple[str, CodeLine]:
+def _far_away(origins: Origins, name: str, given: Origin) -> tuple[str, str, CodeLine]:
     """What sets an attribute; of one that only hands an argument on, what passes this."""
     passed = origins.chain(given) if isinstance(given.expression, ast.Name) else []
     if passed and passed[0].place.function is not given.place.function:
-        return "passes", passed[0].line
-    return "sets", given.line
+        return "passes", name, passed[0].line
+    return "sets", name, given.line
 
 
 OF_NO_VALUES = frozenset({"grad", "data", "shape", "device", "dtype"})

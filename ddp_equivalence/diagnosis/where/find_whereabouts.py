@@ -10,10 +10,12 @@ from torch import Tensor
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import common_loss_factor
+from ddp_equivalence.diagnosis.lines.behind import lines_behind, lines_that_return
+from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.division import fault_of_division
-from ddp_equivalence.diagnosis.where.gradient_path import lines_of_the_loss, paths_of
+from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
 from ddp_equivalence.diagnosis.where.groups import (
     fault_of_mixed_parameters,
     fault_of_non_members,
@@ -32,6 +34,7 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
 from ddp_equivalence.diagnosis.where.pieces import EQUAL, Pieces, pieces_of, same_loss
 from ddp_equivalence.diagnosis.where.reduction import fault_of_reduction
 from ddp_equivalence.diagnosis.where.whereabouts import (
+    MOST_LINES,
     MOST_RANKS,
     Whereabouts,
     distinct,
@@ -39,6 +42,9 @@ from ddp_equivalence.diagnosis.where.whereabouts import (
 )
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.observation import Observation
+
+MOST_BEHIND = 8
+"""So many lines behind the loss are looked at."""
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
@@ -62,7 +68,27 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(pieces)
-    return _in_order(view, _in_step(view, found))
+    return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
+
+
+def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
+    """A wrong gradient shows in the loss, and is made by the lines behind this."""
+    faults = [one for one in found.lines if one.is_fault]
+    if not found.shows_later or not found.lines:
+        return found
+    shown = faults[-1] if faults else found.lines[0]
+    rank = found.ranks[0] if found.ranks else 0
+    run = run_lines(view, rank)
+    behind = lines_behind(run, shown.line, MOST_BEHIND)
+    others = [one for one in found.lines if not one.is_fault]
+    # The model is that of the case, so a line that only calls it is the least likely to be wrong.
+    calls_model = {line_of(one) for one in view.observed.calls.of(rank) if one.kind is Kind.FORWARD}
+    behind.sort(
+        key=lambda one: not calls_model.isdisjoint((one.line, *lines_that_return(run, one.line)))
+    )
+    begins = [] if faults else [one for one in others if one.begins_backward]
+    seen = [*faults, *(one for one in others if not one.begins_backward)]
+    return replace(found, lines=distinct([*seen, *behind[:MOST_LINES], *begins]))
 
 
 def _in_order(view: View, found: Whereabouts) -> Whereabouts:

@@ -32,6 +32,7 @@ from ddp_equivalence.diagnosis.where.step_and_loss import NUMBERS, Unlike
 from ddp_equivalence.diagnosis.where.unread import Unread
 from ddp_equivalence.diagnosis.where.whereabouts import (
     LOOK_FIRST,
+    MOST_LINES,
     Whereabouts,
     first_of_each_line,
     positions_text,
@@ -85,26 +86,12 @@ def lines_to_edit(best: Finding | None, found: Whereabouts | None) -> Sequence[P
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """The place that was found already, with the lines that one rank shows."""
     found = unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
-    found = _with_names(found, beside, view)
-    lines = found.lines
+    lines = tuple(beside.names.told(found.lines)) or found.lines
     is_marked = any(one.is_fault for one in lines)
     if is_marked:
         lines = tuple(one for one in lines if not one.of_rows)
     marks = found.marks if is_marked else ""
     return replace(found, rounds_in=beside.rounds_in, lines=lines, marks=marks)
-
-
-def _with_names(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    """A wrong gradient shows in the loss: the lines behind this, as far as what they set is seen to
-    be wrong.
-    """
-    if not found.shows_later or not found.lines:
-        return found
-    faults = [one for one in found.lines if one.is_fault]
-    others = [one for one in found.lines if not one.is_fault]
-    rank, shown = found.ranks[0] if found.ranks else 0, (faults or others)[-1 if faults else 0]
-    behind = lines_behind(run_lines(view, rank), shown.line, beside.names.tell)
-    return replace(found, lines=first_of_each_line([*faults, *behind, *others]))
 
 
 def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -323,7 +310,8 @@ def _with_lines(
     first = beside.divergences[0]
     behind: list[PointedLine] = []
     if not (pointed[0].is_fault and first.is_given_right_values):
-        behind = lines_behind(run_lines(view, 0), pointed[0].line, beside.names.tell)
+        is_right = beside.names.is_right
+        behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES, is_right)
     notes = {one.line: one.note for one in found.lines if one.note}
     only_ranks = {one.operation.line for one in beside.divergences if one.alone is None}
     pointed = [
@@ -497,10 +485,9 @@ def with_unlike_loss(
     is_told = found.kind == "not seen" or (found.what == "loss of rows" and found.shows_later)
     if is_told and calls[0]:
         first[0] = replace(first[0], note="")  # the headline says it
-    behind = [PointedLine(line, MOVES_ROWS) for one in unlike for line in one.moved_at]
-    joining = unlike[0] if unlike[0].joined else None
+    behind, joining = list(_made_before(unlike)), unlike[0] if unlike[0].joined else None
     if joining is not None and not joining.moved_at:
-        behind = [*lines_behind(run_lines(view, 0), joining.line, beside.names.tell), *behind]
+        behind = [*lines_behind(run_lines(view, 0), joining.line, 1), *behind]
     known = [one for one in found.lines if one.is_fault]
     if known and not found.shows_later:  # a line that was seen to do something wrong comes first
         more = [one for one in found.lines if not one.begins_backward]
@@ -527,6 +514,14 @@ def with_unlike_loss(
         is_right_alone=None if view.world_size == 1 else beside.is_right_alone,
         marks=LOOK_FIRST if any(one.is_fault for one in ordered) else "",
     )
+
+
+def _made_before(unlike: Sequence[Unlike]) -> Iterator[PointedLine]:
+    """The lines that made what the operations were given."""
+    for one in unlike:
+        yield from (PointedLine(line, MOVES_ROWS) for line in one.moved_at)
+        note = f"goes into what line {one.line.number} computes"
+        yield from (PointedLine(line, note) for line in one.made_at)
 
 
 def _note_of_value(one: Unlike, is_call: bool) -> str:
@@ -588,6 +583,7 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
         *([loss] if loss is not None and is_open else []),
         *numbers,
         *(_lines_of_divisor(run, loss.line) if loss is not None else []),
+        *(lines_behind(run, loss.line, MOST_LINES) if loss is not None and is_open else []),
     ]
     return replace(
         found,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isclose
 from typing import Literal
 
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.behind import Reading
 from ddp_equivalence.diagnosis.lines.source import place_at
+from ddp_equivalence.diagnosis.setting import PointedLine, Reading
 from ddp_equivalence.diagnosis.where.whereabouts import MOST_RANKS, ranked
 from ddp_equivalence.measurement.calls import Held, NameAt, Value
 from ddp_equivalence.measurement.measure import OneRank
@@ -49,17 +49,29 @@ class Names:
         """Those of the recorded runs."""
         return cls([runs.by_rank[rank].names for rank in sorted(runs.by_rank)], runs.alone.names)
 
-    def tell(self, reading: Reading) -> str | None:
-        """What was read, if it is wrong on a rank; "" if it is right: the same as on one rank, or
-        each rank's part of it, unless this is passed to a function that should be given all of it;
-        None if it is not known.
+    def told(self, lines: Sequence[PointedLine]) -> Iterator[PointedLine]:
+        """The lines that set what another one reads, with what this was seen to hold; without those
+        that set what is right on all ranks: the same as on one rank, or each rank's part of it.
+
+        Beside a marked line, those of which nothing is known are left out as well.
         """
-        held = self.held(reading)
-        if held is None:
-            return None
-        if held.how == "same" or (held.how == "part" and reading.verb != "passes"):
-            return ""
-        return None if _is_set_later(reading) else held.text
+        is_marked = any(one.is_fault for one in lines)
+        for one in lines:
+            if one.reads is None or one.is_fault:
+                yield one
+                continue
+            held = None if _is_set_later(one) else self.held(one.reads)
+            if held is None:
+                yield from () if is_marked else (one,)
+            elif held.how == "other" or (held.how == "part" and one.reads.passed):
+                yield replace(one, note=held.text)
+
+    def is_right(self, reading: Reading) -> bool:
+        """True if what is read is right on all ranks. What is passed to a function that should be
+        given all of it is not right if each rank has its part.
+        """
+        held, passed = self.held(reading), reading.passed
+        return held is not None and (held.how == "same" or (held.how == "part" and not passed))
 
     def held(self, reading: Reading) -> Told | None:
         """What the name held when the reader's function ended; None if it is not known."""
@@ -80,15 +92,16 @@ class Names:
         return next((one for one in found if one is not None and one.how == "part"), SAME)
 
 
-def _is_set_later(reading: Reading) -> bool:
+def _is_set_later(line: PointedLine) -> bool:
     """True if a later line sets the name again, or writes to its tensor: in the end it held what
     that one gave it.
     """
-    place = place_at(reading.setter)
+    place = place_at(line.line)
     function = None if place is None else place.function
+    name = "" if line.reads is None else line.reads.name
     if function is None:
         return False
-    later = [one for one in ast.walk(function) if getattr(one, "lineno", 0) > reading.setter.number]
+    later = [one for one in ast.walk(function) if getattr(one, "lineno", 0) > line.line.number]
     # What a call returns is not used where it stands alone, so it has written to something.
     alone = [one.value for one in later if isinstance(one, ast.Expr)]
     given = [list(ast.walk(part)) for one in alone for part in ast.iter_child_nodes(one)]
@@ -97,7 +110,7 @@ def _is_set_later(reading: Reading) -> bool:
     written = [node for part in given if part not in read for node in part]
     stored = [one for one in later if isinstance(getattr(one, "ctx", None), ast.Store)]
     named = (one for one in (*stored, *written) if isinstance(one, ast.Name | ast.Attribute))
-    return any(ast.unparse(one) == reading.name for one in named)
+    return any(ast.unparse(one) == name for one in named)
 
 
 def _leaves(held: Held, path: str = "") -> dict[str, Held]:

@@ -66,15 +66,16 @@ MOST_FOUND = 4
 class Unlike:
     """``operation``, of this line: its inputs are among the values of the loss of the case, and its
     result is not. ``value``: the result. ``in_loss``: the result that the same operation of the
-    loss of the case has instead; None if there is no such operation. ``joined``: two different
-    examples whose rows it joins; None if it joins none. ``moved_at``: the lines that put rows into
-    another order.
+    loss of the case has instead; None if there is no such operation. ``made_at``: the other lines
+    that made what it was given. ``joined``: two different examples whose rows it joins; None if it
+    joins none. ``moved_at``: the lines that put rows into another order.
     """
 
     operation: Operation
     line: CodeLine
     value: Value
     in_loss: Value | None
+    made_at: tuple[CodeLine, ...]
     joined: tuple[int, int] | None = None
     moved_at: tuple[CodeLine, ...] = ()
 
@@ -521,8 +522,9 @@ class _Search:
                 value = self._step.values[one]
                 pair = joined(self._rows, self._step, operation)
                 moved = dict.fromkeys(self._rearranged_at(number) if pair else ())
+                lines = dict.fromkeys(self._made_at(number, line))
                 in_loss = self._in_loss(operation, value)
-                yield Unlike(operation, line, value, in_loss, pair, tuple(moved))
+                yield Unlike(operation, line, value, in_loss, tuple(lines), pair, tuple(moved))
                 return
 
     def _rearranged_at(self, number: int) -> Iterator[CodeLine]:
@@ -555,6 +557,26 @@ class _Search:
             if number is not None and recorded.values[number].shape == value.shape
         } - own
         return found.pop() if len(found) == 1 else None
+
+    def _made_at(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
+        """The lines that made what an operation was given, other than its own; those that made
+        what the loss of the case has come last.
+        """
+        known: list[CodeLine] = []
+        open_ones, seen = list(self._operations[number].writers), set[int]()
+        while open_ones:
+            writer = open_ones.pop(0)
+            if writer is None or writer in seen:
+                continue
+            seen.add(writer)
+            operation = self._operations[writer]
+            if operation.line in (line, None) or operation.in_backward:
+                open_ones.extend(operation.writers)
+            elif self._result(writer) == "yes":
+                known.append(operation.line)
+            else:
+                yield operation.line
+        yield from known
 
 
 class _InGradients(_Search):

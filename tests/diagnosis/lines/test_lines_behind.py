@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence.diagnosis.lines.behind import Reading, lines_behind
+from ddp_equivalence.diagnosis.lines.behind import lines_behind
 from ddp_equivalence.diagnosis.lines.origins import divisors, gone_through
 from ddp_equivalence.diagnosis.lines.source import RunLines
+from ddp_equivalence.diagnosis.setting import Reading
 from ddp_equivalence.measurement.calls import CodeLine
 
 SOURCE = """
@@ -124,35 +125,18 @@ def function_at(number: int) -> str:
     return named[-1] if named else "<module>"
 
 
-def text_of(reading: Reading) -> str:
-    return reading.text
-
-
 def test_nothing_behind_what_is_known_to_be_right_is_shown(ran: tuple[str, RunLines]) -> None:
     file, run = ran
     number = number_of("return value")
-    asked: list[str] = []
+    asked = list[tuple[str, bool]]()
 
-    def tell(reading: Reading) -> str:
-        asked.append(reading.text)
-        return ""
+    def is_right(reading: Reading) -> bool:
+        asked.append((reading.name, reading.passed))
+        return reading.name == "value"
 
-    assert lines_behind(run, CodeLine(file, number, function_at(number)), tell) == []
-    assert asked == [f"sets value, which line {number} reads"]
-
-
-def test_a_line_of_which_nothing_is_known_is_not_shown_but_those_behind_it_may_be(
-    ran: tuple[str, RunLines],
-) -> None:
-    file, run = ran
-    number = number_of("return value")
-
-    def tell(reading: Reading) -> str | None:
-        return None if reading.name == "value" else f"{reading.name} is wrong"
-
-    found = lines_behind(run, CodeLine(file, number, function_at(number)), tell)
-    assert LINES[found[0].line.number - 1].strip() == "count = counted(batch)"
-    assert found[0].note == "count is wrong"
+    at = CodeLine(file, number, function_at(number))
+    assert lines_behind(run, at, 2, is_right) == []
+    assert asked == [("value", False)]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +162,7 @@ def test_the_nearest_lines_behind_come_first(
 ) -> None:
     file, run = ran
     number = number_of(line)
-    found = lines_behind(run, CodeLine(file, number, function_at(number)), text_of)[:2]
+    found = lines_behind(run, CodeLine(file, number, function_at(number)), most=2)
     assert [LINES[one.line.number - 1].strip() for one in found] == behind
 
 
@@ -197,8 +181,8 @@ def test_a_divisor_may_come_from_one_of_several_attributes_and_from_a_default(
 def test_a_note_says_which_line_reads_what(ran: tuple[str, RunLines]) -> None:
     file, run = ran
     number = number_of("parts[self.slot] = own")
-    first, *_ = lines_behind(run, CodeLine(file, number, "collect"), text_of)
-    assert first.note == f"sets self.slot, which line {number} reads"
+    first, *_ = lines_behind(run, CodeLine(file, number, "collect"), most=1)
+    assert first.note == f"sets slot, which line {number} reads"
 
 
 def test_a_note_says_that_a_value_is_added_to_and_not_that_it_is_set(
@@ -206,7 +190,7 @@ def test_a_note_says_that_a_value_is_added_to_and_not_that_it_is_set(
 ) -> None:
     file, run = ran
     number = number_of("return sum(losses)")
-    notes = [one.note for one in lines_behind(run, CodeLine(file, number, "cached"), text_of)]
+    notes = [one.note for one in lines_behind(run, CodeLine(file, number, "cached"), most=3)]
     assert notes[0] == f"adds to losses, which line {number} reads"
     assert not any(note.startswith("returns") for note in notes)
 

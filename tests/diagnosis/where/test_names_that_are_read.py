@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.lines.behind import Reading
+from ddp_equivalence.diagnosis.setting import PointedLine, Reading
 from ddp_equivalence.diagnosis.where.names import SAME, Names, Told
 from ddp_equivalence.measurement.calls import CodeLine, Held, NameAt, Value
 from tests.diagnosis.where.faulty import CASE, average, unnamed
@@ -29,7 +29,7 @@ def held_by_name() -> None:
 
 LINE = inspect.getsourcelines(held_by_name)[1]
 READER = CodeLine(__file__, LINE + 2, "held_by_name")
-READING = Reading("n", READER, CodeLine(__file__, LINE + 1, "held_by_name"))
+READING = Reading("n", READER)
 
 
 def of(numbers: Any) -> Value:
@@ -109,8 +109,8 @@ def test_a_name_that_was_held_another_number_of_times_is_not_known() -> None:
 def test_a_part_of_a_rank_is_right_unless_it_is_passed_on() -> None:
     at = NameAt(__file__, LINE, "n")
     names = Names([{at: (of([1.0]),)}, {at: (of([2.0]),)}], {at: (of([1.0, 2.0]),)})
-    assert names.tell(READING) == ""
-    assert names.tell(replace(READING, verb="passes")) == "n is each rank's own part"
+    assert names.is_right(READING)
+    assert not names.is_right(replace(READING, passed=True))
 
 
 def set_again() -> None:
@@ -124,9 +124,13 @@ def test_what_a_later_line_sets_again_is_not_told_of_the_first() -> None:
     begins = inspect.getsourcelines(set_again)[1]
     at = NameAt(__file__, begins, "n")
     names = Names([{at: (4,)}, {at: (5,)}], {at: (8,)})
-    lines = [CodeLine(__file__, begins + n, "set_again") for n in (1, 2, 4)]
-    first, second, last = (names.tell(Reading("n", lines[-1], line)) for line in lines)
-    assert first is second is None
+    reads = Reading("n", CodeLine(__file__, begins + 4, "set_again"))
+    lines = [
+        PointedLine(CodeLine(__file__, begins + n, "set_again"), "sets n", reads=reads)
+        for n in (1, 2, 4)
+    ]
+    first, second, last = (one.note for one in names.told(lines))
+    assert first == second == "sets n"
     assert last == "n is 4 on rank 0, 5 on rank 1, and 8 on one rank"
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from ddp_equivalence import Case
 from ddp_equivalence.case.build import build_batches, build_model, one_thread
 from ddp_equivalence.case.training import GradientKey
-from ddp_equivalence.comparison.comparison import Comparator, Comparison, chunks
+from ddp_equivalence.comparison.chunks import chunks
+from ddp_equivalence.comparison.comparison import Comparator, Comparison
 from ddp_equivalence.comparison.gradients import describe
 from ddp_equivalence.comparison.rounding import Expected, NudgedInside
 from ddp_equivalence.comparison.tolerance import Tolerance

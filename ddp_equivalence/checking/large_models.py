@@ -1,0 +1,101 @@
+"""Decides by the size of a model who compares the gradients, and when the big batch is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import nn
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.build import build_model
+from ddp_equivalence.case.training import GradientKey
+from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.comparison.rounding import Expected
+from ddp_equivalence.comparison.shared import SharedGradients, shared_gradients
+from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.ranks.deadlines import threads_beside
+
+COMPARED_BY_RANKS = 2_000_000
+"""From so many parameters on each rank compares its own gradients, instead of sending them. A pipe
+carries fewer of them faster than a rank waits for the big batch."""
+
+BIG_BATCH_BYTES = 2 * torch.float64.itemsize
+"""What the big batch takes for each parameter: its weight and its gradient, in float64."""
+
+RANK_COPIES = 3
+"""What a rank takes: its weights, their gradients, and the buckets in which DDP reduces these."""
+
+MOST_OF_MEMORY = 0.9
+
+
+class BigBatch:
+    """The big batch of a request, and how its gradients reach the ranks.
+
+    ``address``: where ranks find the gradients, with which each compares its own; "" if the ranks
+    send theirs.
+    """
+
+    def __init__(self, request: Request, model: nn.Module | None) -> None:
+        self._request = request
+        self._model = model
+        self._before: Expected | None = None
+        self._shared: SharedGradients | None = None
+        self.address = ""
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Inside the block ranks can read the gradients, once they are told. If the big batch and
+        the ranks need more memory together than this machine has, the big batch comes first.
+        """
+        with shared_gradients(self._is_large()) as shared:
+            if shared is not None:
+                self._shared, self.address = shared, shared.address
+                if self._takes_turns():
+                    self._before = self._computed()
+            yield
+
+    def expected(self) -> Expected:
+        """The big batch, computed while the ranks work, unless it came first.
+
+        Raises BadCase whenever the case's model, batch or loss is at fault.
+        """
+        if self._before is not None:
+            return self._before
+        with threads_beside(self._request.processes.world_size):
+            return self._computed()
+
+    def tell_ranks(self, expected: Expected, sample: ElementSample[GradientKey]) -> None:
+        """Let the ranks read the gradients, if they are to compare theirs."""
+        if self._shared is not None:
+            self._shared.put(expected.reference.expected, sample)
+
+    def _computed(self) -> Expected:
+        model, self._model = self._model, None  # which frees its memory, once it is not needed
+        return expected_of(self._request, model)
+
+    def _is_large(self) -> bool:
+        wanted = settings.current().compared_by_ranks
+        if self._request.in_process:  # rank 0 would wait for itself
+            return False
+        return self._elements >= COMPARED_BY_RANKS if wanted is None else wanted
+
+    @property
+    def _elements(self) -> int:
+        return 0 if self._model is None else sum(one.numel() for one in self._model.parameters())
+
+    def _takes_turns(self) -> bool:
+        if self._model is None:
+            return False
+        held = sum(one.nbytes for one in self._model.parameters())
+        of_ranks = held * RANK_COPIES * self._request.processes.world_size
+        room = MOST_OF_MEMORY * int(psutil.virtual_memory().available)
+        return BIG_BATCH_BYTES * self._elements + of_ranks > room
+
+
+def big_batch_of(request: Request) -> BigBatch:
+    """The big batch, which is not computed yet. Raises BadCase if the model cannot be built."""
+    return BigBatch(request, None if request.case.is_catalogue else build_model(request.case))

@@ -1,0 +1,168 @@
+"""Whoever compares the gradients, the ranks or the judging process, the report is the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Case, Rank, Verdict, check
+from ddp_equivalence.case import settings
+from ddp_equivalence.checking import large_models
+from ddp_equivalence.checking.large_models import BigBatch, big_batch_of
+from ddp_equivalence.measurement.request import read_request
+from ddp_equivalence.report.evidence import BY_THE_RANKS
+
+pytestmark = pytest.mark.self_check
+
+Batch = dict[str, Tensor]
+
+
+def build() -> nn.Module:
+    """Three layers, of which 7 and 3 rows are shared out unevenly."""
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def build_even() -> nn.Module:
+    """Of which tensor parallelism can halve the first layer."""
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def rows(generator: torch.Generator) -> Batch:
+    return {"rows": torch.randn(8, 5, generator=generator)}
+
+
+def loss(model: Any, batch: Batch) -> Any:
+    return model(batch["rows"]).square().mean()
+
+
+def ddp(model: Any, shard: Batch, rank: Rank) -> None:
+    wrapper = DistributedDataParallel(model)
+    loss(wrapper, shard).backward()
+
+
+def fsdp2(model: Any, shard: Batch, rank: Rank) -> None:
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    loss(model, shard).backward()
+
+
+def hsdp(model: Any, shard: Batch, rank: Rank) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("all", "shard")))
+    loss(model, shard).backward()
+
+
+def tensor_parallel(model: Any, shard: Batch, rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    parts = [torch.empty_like(shard["rows"]) for _ in range(4)]
+    dist.all_gather(parts, shard["rows"])
+    first = 2 * (rank.rank // 2)
+    loss(model, {"rows": torch.cat(parts[first : first + 2])}).backward()
+
+
+def summed(model: Any, shard: Batch, rank: Rank) -> None:
+    fully_shard(model)
+    (loss(model, shard) * rank.world_size).backward()
+
+
+def only_one_rank(model: Any, shard: Batch, rank: Rank) -> None:
+    fully_shard(model)
+    (loss(model, shard) * (rank.rank == 0)).backward()
+
+
+def scaled_in_places(model: Any, shard: Batch, rank: Rank) -> None:
+    """One element of the second block is wrong."""
+    fully_shard(model)
+    loss(model, shard).backward()
+    if rank.rank == 1:
+        model[2].weight.grad.to_local()[1, 2] += 1
+
+
+def leaves_one_out(model: Any, shard: Batch, rank: Rank) -> None:
+    loss(model, shard).backward()
+    for name, parameter in model.named_parameters():
+        if name != "2.bias":
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    model[4].bias.grad = None
+
+
+def verdict_of(step: Any, layout: str, model: Any, by_ranks: bool) -> Verdict:
+    case = Case(model=model, batch=rows, loss=loss, layout=layout)
+    with settings.using(settings.replaced(compared_by_ranks=by_ranks, trial_seconds=0.0)):
+        verdict = check(case, step)
+    assert verdict.comparison is not None, verdict
+    assert verdict.comparison.by_the_ranks is by_ranks
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("step", "layout", "model", "outcome"),
+    [
+        (ddp, "1x2", build, "same"),
+        (fsdp2, "1x2", build, "same"),
+        (fsdp2, "1x4", build, "same"),
+        (hsdp, "2x2", build, "same"),
+        (tensor_parallel, "2x2", build_even, "same"),
+        (summed, "1x2", build, "different"),
+        (only_one_rank, "1x2", build, "different"),
+        (scaled_in_places, "1x2", build, "different"),
+        (leaves_one_out, "1x2", build, "different"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_ranks_that_compare_their_own_gradients_come_to_the_same_report(
+    step: Any, layout: str, model: Any, outcome: str
+) -> None:
+    sent, compared = (verdict_of(step, layout, model, by) for by in (False, True))
+    assert compared.outcome == sent.outcome == outcome
+    assert compared.cause == sent.cause
+    texts = [" ".join(str(one).split()) for one in (sent, compared)]
+    if outcome == "same":
+        assert texts[1].count(BY_THE_RANKS) == 1
+    assert re.sub(re.escape(BY_THE_RANKS), "", texts[1]) == texts[0]
+
+
+def test_a_small_model_sends_its_gradients_and_a_large_one_compares_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(model=build, batch=rows, loss=loss, layout="1x2")
+    verdict = check(case, ddp)
+    assert verdict.comparison is not None
+    assert not verdict.comparison.by_the_ranks
+    monkeypatch.setattr(large_models, "COMPARED_BY_RANKS", 111)
+    verdict = check(case, ddp)
+    assert verdict.outcome == "same"
+    assert verdict.comparison is not None
+    assert verdict.comparison.by_the_ranks
+
+
+@pytest.mark.parametrize(("available", "comes_first"), [(10**12, False), (111 * 16, True)])
+def test_without_room_for_both_the_big_batch_comes_before_the_ranks(
+    available: int, comes_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_models, "COMPARED_BY_RANKS", 111)
+    memory = type("Memory", (), {"available": available})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    request = read_request(Case(model=build, batch=rows, loss=loss, layout="1x2"), ddp, {})
+    big_batch: BigBatch = big_batch_of(request)
+    with big_batch.prepared():
+        assert (big_batch._before is not None) is comes_first
+        assert big_batch.expected().reference.expected.keys() == {
+            (0, name) for name, _ in build().named_parameters()
+        }
