@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": 870,
     "commands": 5_908,
     "comparison": 2_207,
-    "diagnosis": 21_222,
+    "diagnosis": 21_217,
     "faults": 2_134,
     "gate": 1_971,
     "measurement": 8_114,

@@ -52,18 +52,13 @@ class Names:
     def told(self, lines: Sequence[PointedLine]) -> Iterator[PointedLine]:
         """The lines that set what another one reads, with what this was seen to hold; without those
         that set what is right on all ranks: the same as on one rank, or each rank's part of it.
-
-        Beside a marked line, those of which nothing is known are left out as well.
         """
-        is_marked = any(one.is_fault for one in lines)
         for one in lines:
-            if one.reads is None or one.is_fault:
-                yield one
-                continue
-            held = None if _is_set_later(one) else self.held(one.reads)
+            is_open = one.reads is None or one.is_fault or _is_set_later(one)
+            held = None if one.reads is None or is_open else self.held(one.reads)
             if held is None:
-                yield from () if is_marked else (one,)
-            elif held.how == "other" or (held.how == "part" and one.reads.passed):
+                yield one
+            elif held.how == "other" or (held.how == "part" and one.reads and one.reads.passed):
                 yield replace(one, note=held.text)
 
     def is_right(self, reading: Reading) -> bool:
