@@ -19,6 +19,7 @@ IN_TURN = os.environ.get("BENCHMARK_IN_TURN") == "1"
 """The big batch comes before the ranks, because both together do not fit into memory."""
 
 WIDEST = 1000
+VERY_LARGE = 500_000_000
 EXAMPLES = 4
 RANKS = 2
 
@@ -27,8 +28,10 @@ WARM_UP = min(PARAMETERS, WIDEST**2)
 
 
 def width_of(parameters: int) -> int:
-    """The width of each layer: one layer up to a million parameters, else layers of a million."""
-    return min(WIDEST, math.isqrt(parameters))
+    """The width of each layer: one layer up to a million parameters, else layers of a million; of
+    16 million from half a billion on.
+    """
+    return min(WIDEST if parameters < VERY_LARGE else 4 * WIDEST, math.isqrt(parameters))
 
 
 def build(parameters: int) -> nn.Module:

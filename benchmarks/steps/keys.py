@@ -2,7 +2,8 @@
 
 ``known`` are 240 steps with which rules were made, by authors who knew none of the causes, and
 ``opened`` newer ones, which were read after they had been counted once. Each folder of
-benchmarks/unseen_steps is a set that who writes rules does not read.
+benchmarks/unseen_steps is a set that who writes rules does not read. ``right_sharded`` are thirty
+right programs by the authors of the set ``sharded``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ddp_equivalence.report.verdict import Verdict
 
 KNOWN = Path(__file__).resolve().parent / "known"
 OPENED = Path(__file__).resolve().parent / "opened"
+RIGHT_SHARDED = Path(__file__).resolve().parent / "right_sharded"
 UNSEEN = Path(__file__).resolve().parents[1] / "unseen_steps"
 
 NEAR = 2
