@@ -27,6 +27,9 @@ from ddp_equivalence.comparison.sums import Sums, Truth
 READY = 8
 """The file begins with so many bytes: zero until all is written, then where its table begins."""
 
+NO_ROOM = 1
+"""They say this instead if there is no room for the gradients."""
+
 ITEM = 8
 """The bytes of a number in float64."""
 
@@ -52,7 +55,8 @@ class _Table:
 
 
 class SharedGradients:
-    """A file without a name, which ends with this process. Ranks open it by its ``address``.
+    """A file without a name, which ends with this process. Ranks open it by its ``address``. To make
+    one raises OSError if the disk is full.
 
     Its pages are memory until the machine needs this for something else.
     """
@@ -61,6 +65,11 @@ class SharedGradients:
         # A handle that is closed before the ranks have read it would take the address with it.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self.address = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, READY)
+        except OSError:
+            self._file.close()
+            raise
 
     def close(self) -> None:
         """Take the address away. Gradients that were put there stay as long as they are used."""
@@ -71,8 +80,8 @@ class SharedGradients:
     ) -> None:
         """Move the gradients into the file, one after the other, and let ranks read them.
 
-        The tensors in ``gradients`` are replaced by those in the file. Raises OSError if the disk
-        is full.
+        The tensors in ``gradients`` are replaced by those in the file. If the disk is full, nothing
+        is moved, and the ranks are told so.
         """
         places: dict[GradientKey, tuple[int, int] | None] = {}
         end = READY
@@ -81,7 +90,11 @@ class SharedGradients:
             end += 0 if one is None else ITEM * one.numel()
         rms = dict.fromkeys(places, 0.0)
         table = pickle.dumps(_Table(places, rms, sample))
-        os.posix_fallocate(self._file.fileno(), 0, end + len(table))
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, end + len(table))
+        except OSError:
+            os.pwrite(self._file.fileno(), NO_ROOM.to_bytes(READY, "little"), 0)
+            return
         memory = mmap.mmap(self._file.fileno(), end + len(table))
         freed = LARGE  # the model has just gone
         for key, place in places.items():
@@ -119,7 +132,8 @@ class ComparedHere:
 
 def compared_here(address: str, gradients: Gradients) -> ComparedHere | None:
     """Compare these gradients with the true ones at this address, chunk by chunk, on the devices
-    where they are. Waits until the true ones are there. None if this process cannot read them.
+    where they are. Waits until the true ones are there. None if this process cannot read them, or
+    if there is no room for them.
 
     Of a sharded gradient each rank compares its own block. All ranks must call this for the same
     gradients in the same order: one whose parts are no blocks is gathered, and let go again.
@@ -127,6 +141,8 @@ def compared_here(address: str, gradients: Gradients) -> ComparedHere | None:
     try:
         with Path(address).open("rb") as file:
             end = _wait_until_ready(file.fileno())
+            if end == NO_ROOM:
+                return None
             # It may be written to, which torch asks for, and is copied only where that is done.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError:
@@ -227,7 +243,11 @@ def shared_gradients(wanted: bool) -> Iterator[SharedGradients | None]:
     if not wanted or not Path("/proc/self/fd").is_dir():
         yield None
         return
-    shared = SharedGradients()
+    try:
+        shared = SharedGradients()
+    except OSError:
+        yield None
+        return
     try:
         yield shared
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -22,6 +23,7 @@ from ddp_equivalence import Case, Rank, Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.checking import large_models
 from ddp_equivalence.checking.large_models import BigBatch, big_batch_of
+from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.report.evidence import BY_THE_RANKS
 
@@ -150,6 +152,19 @@ def test_a_small_model_sends_its_gradients_and_a_large_one_compares_them(
     assert verdict.outcome == "same"
     assert verdict.comparison is not None
     assert verdict.comparison.by_the_ranks
+
+
+def test_on_a_full_disk_the_ranks_send_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(shared: SharedGradients, *_: object) -> None:
+        os.pwrite(shared._file.fileno(), NO_ROOM.to_bytes(READY, "little"), 0)
+
+    monkeypatch.setattr(SharedGradients, "put", full)
+    case = Case(model=build, batch=rows, loss=loss, layout="1x2")
+    with settings.using(settings.replaced(compared_by_ranks=True)):
+        verdict = check(case, fsdp2)
+    assert verdict.outcome == "same"
+    assert verdict.comparison is not None
+    assert not verdict.comparison.by_the_ranks
 
 
 @pytest.mark.parametrize(("available", "comes_first"), [(10**12, False), (111 * 16, True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,23 @@ def test_a_rank_waits_until_the_true_gradients_are_there() -> None:
 
 def test_a_rank_that_cannot_read_the_file_says_so() -> None:
     assert compared_here("/proc/self/fd/9999", measured()) is None
+
+
+def test_without_room_on_the_disk_ranks_are_told_to_send_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    own = dict(TRUE)
+    with shared_gradients(wanted=True) as shared:
+        assert shared is not None
+        monkeypatch.setattr("os.posix_fallocate", full)
+        shared.put(own, SAMPLE)
+        assert compared_here(shared.address, measured()) is None
+    assert all(own[key] is one for key, one in TRUE.items())
+    with shared_gradients(wanted=True) as shared:
+        assert shared is None
 
 
 def test_nothing_is_left_of_the_file() -> None:
