@@ -55,10 +55,10 @@ class _Table:
 
 
 class SharedGradients:
-    """A file without a name, which ends with this process. Ranks open it by its ``address``. To make
-    one raises OSError if the disk is full.
+    """A file without a name, which ends with this process. Ranks open it by its ``address``.
 
-    Its pages are memory until the machine needs this for something else.
+    Its pages are memory until the machine needs this for something else. Raises OSError if the disk
+    is full.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,8 @@ class SharedGradients:
                 give_back_memory()
                 freed = 0
         memory[end:] = pickle.dumps(_Table(places, rms, sample))
-        memory[:READY] = end.to_bytes(READY, "little")
+        # A call of the system, so that no processor shows this before what was written above.
+        os.pwrite(self._file.fileno(), end.to_bytes(READY, "little"), 0)
 
 
 @dataclass(frozen=True)
