@@ -24,7 +24,7 @@ from ddp_equivalence.checking.judged_again import (
     unless_right_in_own_precision,
     will_be_judged_by_steps,
 )
-from ddp_equivalence.checking.large_models import BigBatch, big_batch_of
+from ddp_equivalence.checking.large_models import BigBatch
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
@@ -136,13 +136,13 @@ def raise_unless_same(verdict: Verdict) -> None:
 
 def _judge(request: Request) -> Verdict:
     """Measure, compare, and decide between same, different and unknown."""
-    known, big_batch = _known_before(request), big_batch_of(request)
+    known, big_batch = _known_before(request), BigBatch(request)
     started, began = time.monotonic(), 0.0
     wrong, second = tuple[str, ...](), SecondRun()
     try:
         with (
             big_batch.prepared(),
-            at_work(request, request.deadline, request.fresh, truth=big_batch.address) as ranks,
+            at_work(request, request.deadline, request.fresh, message=big_batch.message) as ranks,
         ):
             began = time.time()
             expected, analysis = _computed(request, big_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.shared import SharedGradients, shared_gradients
 from ddp_equivalence.diagnosis.view import expected_of
+from ddp_equivalence.measurement.measure import message_for
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.deadlines import threads_beside
 
@@ -35,25 +37,31 @@ MOST_OF_MEMORY = 0.9
 class BigBatch:
     """The big batch of a request, and how its gradients reach the ranks.
 
-    ``address``: where ranks find the gradients, with which each compares its own; "" if the ranks
-    send theirs.
+    ``message``: the request as it is sent to the ranks. It is made before the model is built here,
+    for a builder that hands out one instance would put what was done to it into the message.
     """
 
-    def __init__(self, request: Request, model: nn.Module | None) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
-        self._model = model
+        self._model: nn.Module | None = None
         self._before: Expected | None = None
         self._shared: SharedGradients | None = None
-        self.address = ""
+        self.message = b""
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Inside the block ranks can read the gradients, once they are told. If the big batch and
         the ranks need more memory together than this machine has, the big batch comes first.
+
+        Raises BadCase if the step cannot be sent, or if the model cannot be built.
         """
-        with shared_gradients(self._is_large()) as shared:
-            if shared is not None:
-                self._shared, self.address = shared, shared.address
+        with shared_gradients(self._may_be_large()) as shared:
+            address = "" if shared is None else shared.address
+            self.message = message_for(self._request, truth=address, compared_from=_compared_from())
+            if not self._request.case.is_catalogue:
+                self._model = build_model(self._request.case)
+            if shared is not None and self._is_large():
+                self._shared = shared
                 if self._takes_turns():
                     self._before = self._computed()
             yield
@@ -77,11 +85,13 @@ class BigBatch:
         model, self._model = self._model, None  # which frees its memory, once it is not needed
         return expected_of(self._request, model)
 
-    def _is_large(self) -> bool:
-        wanted = settings.current().compared_by_ranks
+    def _may_be_large(self) -> bool:
         if self._request.in_process:  # rank 0 would wait for itself
             return False
-        return self._elements >= COMPARED_BY_RANKS if wanted is None else wanted
+        return not self._request.case.is_catalogue or _compared_from() == 0
+
+    def _is_large(self) -> bool:
+        return self._elements >= _compared_from()
 
     @property
     def _elements(self) -> int:
@@ -96,6 +106,7 @@ class BigBatch:
         return BIG_BATCH_BYTES * self._elements + of_ranks > room
 
 
-def big_batch_of(request: Request) -> BigBatch:
-    """The big batch, which is not computed yet. Raises BadCase if the model cannot be built."""
-    return BigBatch(request, None if request.case.is_catalogue else build_model(request.case))
+def _compared_from() -> int:
+    """From so many parameters on the ranks compare; models of the catalogue are smaller."""
+    wanted = settings.current().compared_by_ranks
+    return COMPARED_BY_RANKS if wanted is None else 0 if wanted else sys.maxsize

@@ -74,14 +74,15 @@ def at_work(
     log_operations: bool = False,
     order: tuple[int, ...] = (),
     log_draws: bool = False,
-    truth: str = "",
+    message: bytes = b"",
 ) -> Iterator[RankSet]:
-    """Let ranks work on the request, until the end of the block. ``truth``: as in ``Work``.
+    """Let ranks work on the request, until the end of the block. ``message``: the request as it is
+    sent, if it has been made already.
 
     Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
-    message = message_for(
-        request, observe, look_for_float32, log_operations, order, log_draws, truth
+    message = message or message_for(
+        request, observe, look_for_float32, log_operations, order, log_draws
     )
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
@@ -100,6 +101,7 @@ def message_for(
     order: tuple[int, ...] = (),
     log_draws: bool = False,
     truth: str = "",
+    compared_from: int = 0,
 ) -> bytes:
     """The request as it is sent to the ranks. The other arguments: as in ``Work``.
 
@@ -113,6 +115,7 @@ def message_for(
         order=order,
         log_draws=log_draws,
         truth=truth,
+        compared_from=compared_from,
     )
     try:
         return pickling.dumps(run, work)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
         if gradient is None or gradient.shape == shapes.get(key[1])
     }
     here = None
-    if work.truth:
+    if compares_here(work, shapes):
         with of_the_suite(), torch.no_grad():
             here = compared_here(work.truth, compared)
             if here is None:  # it cannot be read, so nothing stays sharded
@@ -127,6 +128,11 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
     yield here
     del gradients, compared
     give_back_memory()
+
+
+def compares_here(work: Work, shapes: Mapping[str, torch.Size]) -> bool:
+    """True if a rank compares the gradients of parameters of these shapes itself."""
+    return bool(work.truth) and sum(map(prod, shapes.values())) >= work.compared_from
 
 
 def _run_step(
@@ -382,7 +388,7 @@ class RunOfStep:
             weights = held.digest() if len(given) > 1 else ""
             returned = self._one_step(step, shard, number)
             if work.compare == "gradients":
-                stay = bool(work.truth) and len(given) == 1
+                stay = len(given) == 1 and compares_here(work, held.shapes)
                 by_name = held.gradients(sharded=stay) if returned is None else returned
                 # DDP's bucket views put the gradients of the next step into the same memory.
                 left = self._races.as_left(by_name, keep=len(given) > 1)

@@ -39,6 +39,7 @@ class WholeTensors:
     def __init__(self, model: nn.Module, names: ParameterNames) -> None:
         self._model = model
         self._names = names
+        self.shapes = names.shapes
         self._flat = FlatParameters()
         self.recorded = self._flat.recorded
 

@@ -48,7 +48,8 @@ class Work:
     this order first. ``log_draws``: a rank that is watched also records the random numbers that it
     draws. ``at_each_step``, ``after_clipping``: as in the request. ``read_order``: the order
     of the examples in the reference, in which what was read is looked up. ``truth``: the address of
-    the true gradients, if the rank is to compare its own with them; it then sends none.
+    the true gradients. From so many parameters on, ``compared_from``, the rank compares its own
+    with them, and sends none.
     """
 
     case: Case
@@ -67,6 +68,7 @@ class Work:
     after_clipping: bool = False
     read_order: tuple[int, ...] = ()
     truth: str = ""
+    compared_from: int = 0
 
     @property
     def trains(self) -> bool:

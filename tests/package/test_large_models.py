@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import Case, Rank, Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.checking import large_models
-from ddp_equivalence.checking.large_models import BigBatch, big_batch_of
+from ddp_equivalence.checking.large_models import BigBatch
 from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.report.evidence import BY_THE_RANKS
@@ -175,7 +175,7 @@ def test_without_room_for_both_the_big_batch_comes_before_the_ranks(
     memory = type("Memory", (), {"available": available})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     request = read_request(Case(model=build, batch=rows, loss=loss, layout="1x2"), ddp, {})
-    big_batch: BigBatch = big_batch_of(request)
+    big_batch = BigBatch(request)
     with big_batch.prepared():
         assert (big_batch._before is not None) is comes_first
         assert big_batch.expected().reference.expected.keys() == {

@@ -117,7 +117,7 @@ def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
 
 def test_an_error_of_the_package_is_not_taken_for_a_difference(user_file: Path) -> None:
     breaks_the_package = (
-        "\nimport ddp_equivalence.checking.check as checking\nchecking.expected_of = None"
+        "\nimport ddp_equivalence.checking.large_models as checking\nchecking.expected_of = None"
     )
     user_file.write_text(USER_FILE + breaks_the_package)
     code, _, errors = run("check", str(user_file))
