@@ -96,6 +96,13 @@ def scaled_in_places(model: Any, shard: Batch, rank: Rank) -> None:
         model[2].weight.grad.to_local()[1, 2] += 1
 
 
+def one_node_is_wrong(model: Any, shard: Batch, rank: Rank) -> None:
+    """The shards of the second node, which the first one has as well, are wrong."""
+    hsdp(model, shard, rank)
+    if rank.node == 1:
+        model[2].weight.grad.to_local().mul_(3)
+
+
 def leaves_one_out(model: Any, shard: Batch, rank: Rank) -> None:
     loss(model, shard).backward()
     for name, parameter in model.named_parameters():
@@ -124,6 +131,7 @@ def verdict_of(step: Any, layout: str, model: Any, by_ranks: bool) -> Verdict:
         (summed, "1x2", build, "different"),
         (only_one_rank, "1x2", build, "different"),
         (scaled_in_places, "1x2", build, "different"),
+        (one_node_is_wrong, "2x2", build, "different"),
         (leaves_one_out, "1x2", build, "different"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
