@@ -95,24 +95,26 @@ class SharedGradients:
         except OSError:
             os.pwrite(self._file.fileno(), NO_ROOM.to_bytes(READY, "little"), 0)
             return
-        memory = mmap.mmap(self._file.fileno(), end + len(table))
+        # It may be written to, which torch asks for, and is copied only where that is done.
+        memory = mmap.mmap(self._file.fileno(), end + len(table), access=mmap.ACCESS_COPY)
         freed = LARGE  # the model has just gone
         for key, place in places.items():
             one = gradients[key]
             if one is None or place is None or not one.numel():
                 continue
             begin, count = place
-            view = torch.frombuffer(memory, dtype=torch.float64, count=count, offset=begin)
-            view.copy_(dense(one).reshape(-1))
-            rms[key] = _rms(view.numpy())
+            flat = dense(one).reshape(-1).numpy()
+            rms[key] = _rms(flat)
+            _write(self._file.fileno(), flat.data.cast("B"), begin)
             if not one.is_sparse:
+                view = torch.frombuffer(memory, dtype=torch.float64, count=count, offset=begin)
                 gradients[key] = view.view(one.shape)
             freed += ITEM * count
-            del one
+            del one, flat
             if freed >= LARGE:
                 give_back_memory()
                 freed = 0
-        memory[end:] = pickle.dumps(_Table(places, rms, sample))
+        _write(self._file.fileno(), memoryview(pickle.dumps(_Table(places, rms, sample))), end)
         # A call of the system, so that no processor shows this before what was written above.
         os.pwrite(self._file.fileno(), end.to_bytes(READY, "little"), 0)
 
@@ -218,6 +220,15 @@ def kept_of(here: Mapping[int, ComparedHere], rank: int, key: GradientKey, count
         if one in here and key in here[one].numbers:
             found[torch.from_numpy(here[one].numbers[key])] = here[one].kept[key].double()
     return found
+
+
+def _write(file: int, data: memoryview, begin: int) -> None:
+    """Write all of it; a call of the system may take less. Writing is faster than copying into a
+    map of the file, of which each page would have to be mapped first.
+    """
+    while data:
+        written = os.pwrite(file, data, begin)
+        data, begin = data[written:], begin + written
 
 
 def _wait_until_ready(file: int) -> int:

@@ -18,7 +18,7 @@ BUDGETS = {
     "case": 3_303,
     "checking": 881,
     "commands": 5_908,
-    "comparison": 2_228,
+    "comparison": 2_239,
     "diagnosis": 21_217,
     "faults": 2_134,
     "gate": 1_971,
