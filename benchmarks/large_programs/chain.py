@@ -53,7 +53,7 @@ def loss(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def step(model: nn.Module, rows: Tensor) -> None:
-    """The step on one rank. ``fsdp2_summed`` has the mistake that gradients are not averaged."""
+    """The step on one rank."""
     if STEP == "ddp":
         wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
         loss(wrapper, rows).backward()
@@ -61,7 +61,7 @@ def step(model: nn.Module, rows: Tensor) -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    (loss(model, rows) * (RANKS if STEP == "fsdp2_summed" else 1)).backward()
+    loss(model, rows).backward()
 
 
 def peak_bytes() -> int:

@@ -22,8 +22,8 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.ranks.deadlines import threads_beside
 
 COMPARED_BY_RANKS = 2_000_000
-"""From so many parameters on each rank compares its own gradients, instead of sending them. A pipe
-carries fewer of them faster than a rank waits for the big batch."""
+"""From so many parameters on each rank compares its own gradients, instead of sending them. With
+fewer, a check takes little time either way."""
 
 BIG_BATCH_BYTES = 2 * torch.float64.itemsize
 """What the big batch takes for each parameter: its weight and its gradient, in float64."""

@@ -30,7 +30,7 @@ from ddp_equivalence.ranks.failure import RanksTimedOut
 from ddp_equivalence.ranks.lanes import CannotRunHere
 from ddp_equivalence.report.verdict import Verdict
 from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.catalogue import Trial, go_together
+from ddp_equivalence.strategies.catalogue import Trial, can_train
 from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
 
 SEEDS = range(100_000)
@@ -200,11 +200,14 @@ def _judged(verdict: Verdict, wrong: str, outcome: str = "", reason: str = "") -
 
 def _layout_suits(step: object, layout: str) -> bool:
     """A strategy of one process needs one node, and more than one replica: with a single replica it
-    would only call the module.
+    would only call the module. One with a mesh of nodes needs nodes with equally many ranks.
     """
     strategy, ranks = STRATEGIES.get(step) if isinstance(step, str) else None, parse(layout)
-    one_process = strategy is not None and strategy.one_process
-    return not one_process or (ranks.nodes == 1 and ranks.world_size > 1)
+    if strategy is None:
+        return True
+    if strategy.needs_even_nodes and not ranks.has_even_nodes:
+        return False
+    return not strategy.one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
 
 # Random trials of the suite, far more than the catalogue contains.
@@ -319,7 +322,7 @@ def random_trials(strategy: str, promised: bool) -> Space[Trial]:
     pairs = [
         (name, loss)
         for (name, model), loss in product(MODELS.items(), LOSSES)
-        if not model.only_exact and go_together(model, LOSSES[loss])
+        if not model.only_exact and can_train(of, model, LOSSES[loss])
         # A strategy that runs forward in turn may happen to draw the masks of the big batch.
         if not (model.draws_random_numbers and of.runs_forward_in_turn)
     ]

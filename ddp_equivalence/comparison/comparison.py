@@ -276,8 +276,7 @@ class Comparator:
             return
         truth = self._expected.get(chunk.key)
         rms = 0.0 if truth is None else self._norms[chunk.key] / math.sqrt(max(1, truth.size))
-        part = slice(chunk.offset, chunk.offset + chunk.values.numel())
-        sums.take(chunk.offset, chunk.values, None if truth is None else truth[part], rms)
+        sums.take_chunk(chunk, truth, rms)
 
     def take(self, here: Mapping[int, ComparedHere]) -> None:
         """Take in the sums that the ranks have made themselves, instead of their chunks."""

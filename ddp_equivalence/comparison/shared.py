@@ -88,7 +88,7 @@ class SharedGradients:
         for key, one in gradients.items():
             places[key] = None if one is None else (end, one.numel())
             end += 0 if one is None else ITEM * one.numel()
-        rms = dict.fromkeys(places, 0.0)
+        rms = dict.fromkeys(places, 0.0)  # which takes as many bytes as the numbers will
         table = pickle.dumps(_Table(places, rms, sample))
         try:
             os.posix_fallocate(self._file.fileno(), 0, end + len(table))
@@ -169,8 +169,7 @@ def _take_whole(
     sums, kept = Sums(), list[Tensor]()
     rms = table.rms.get(key, 0.0)
     for chunk in chunks({key: gradient}):
-        part = slice(chunk.offset, chunk.offset + chunk.values.numel())
-        sums.take(chunk.offset, chunk.values, None if truth is None else truth[part], rms)
+        sums.take_chunk(chunk, truth, rms)
         if key in table.sample.sizes:
             kept.append(table.sample.of_chunk(key, chunk.offset, chunk.values).cpu())
     if gradient.numel():

@@ -241,10 +241,11 @@ OF_A_MEAN = (SUM, "averaged_twice", "divided_by_local_world_size", "divided_by_w
 
 
 def _has_right_ones(view: View) -> bool:
-    """True if some parameters have the right gradient, and it is not zero."""
+    """True if some parameters have the right gradient, and it is more than rounding of zero."""
     places = view.parameters.places.items()
     right = [place for name, place in places if name not in view.measured.differing]
-    return any(bool(view.expected[place].any()) for place in right)
+    least = NEGLIGIBLE * float(view.expected.norm())
+    return any(float(view.expected[place].norm()) > least for place in right)
 
 
 def _is_of_another_mean(finding: Finding, view: View) -> bool:

@@ -183,6 +183,11 @@ def _check_training_of(
 
 def _check_batch(case: Case, strategy: Strategy | None, plant: str) -> None:
     """The strategy, or the fault that is planted, must be able to take the batch apart."""
+    if strategy is not None and strategy.needs_even_nodes and not case.ranks.has_even_nodes:
+        right = (
+            f"nodes with equally many ranks, such as '2x2': {strategy.name} makes a mesh of them"
+        )
+        raise BadCase("layout", case.layout, right)
     if strategy is not None and case.shards == OWN:
         right = f"such as 'equal': {strategy.name} does not choose examples itself"
         raise BadCase("shards", OWN, right)

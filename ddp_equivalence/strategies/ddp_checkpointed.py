@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_equivalence.strategies.manual_all_reduce import cause_if_averaged
+from ddp_equivalence.strategies.ddp_mean import cause_of_difference
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
@@ -37,7 +37,7 @@ STRATEGY = Strategy(
     promise="DDP's average over the ranks is the gradient of the big batch, with checkpointed "
     "activations as without, if the loss is a mean and every rank's loss divides by the same "
     "number.",
-    cause_of_difference=cause_if_averaged,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
     has_the_rule_of="ddp_mean",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ddp_equivalence.strategies.manual_all_reduce import cause_if_averaged
+from ddp_equivalence.strategies.ddp_mean import cause_of_difference
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
@@ -45,7 +45,7 @@ STRATEGY = Strategy(
     promise="FSDP averages the gradients over the ranks and leaves each rank its shard; together "
     "the shards are the gradient of the big batch if the loss is a mean and every rank's loss "
     "divides by the same number.",
-    cause_of_difference=cause_if_averaged,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
     has_the_rule_of="ddp_mean",
     takes=lambda model: model.can_be_sharded,

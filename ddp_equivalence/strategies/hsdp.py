@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks import process_state
+from ddp_equivalence.strategies.ddp_mean import cause_of_difference
 from ddp_equivalence.strategies.fsdp2 import shard_layers
-from ddp_equivalence.strategies.manual_all_reduce import cause_if_averaged
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ STRATEGY = Strategy(
     promise="Each node shards the model and averages its gradients, and the nodes average their "
     "shards; together the shards of a node are the gradient of the big batch if the loss is a "
     "mean and every rank's loss divides by the same number.",
-    cause_of_difference=cause_if_averaged,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
     has_the_rule_of="ddp_mean",
     takes=lambda model: model.can_be_sharded,

@@ -104,8 +104,8 @@ class Strategy:
     tries_few_pairs: bool = False
     """Few pairs of model and loss are tried, because the rule depends on neither."""
     has_the_rule_of: str = ""
-    """Another strategy, whose rule this one follows in another way of computing: each model, loss
-    and layout is tried once."""
+    """Another strategy, whose rule this one follows in another way of computing. What the rule
+    depends on is tried with that one, and here what the way of computing depends on."""
     takes: Callable[[CatalogueModel], bool] = lambda model: True
     """Says which models of the catalogue can be trained so."""
     shards_parameters: bool = False

@@ -17,17 +17,17 @@ BUDGETS = {
     "adapters": 317,
     "case": 3_303,
     "checking": 881,
-    "commands": 5_908,
-    "comparison": 2_239,
-    "diagnosis": 21_217,
+    "commands": 5_911,
+    "comparison": 2_245,
+    "diagnosis": 21_215,
     "faults": 2_134,
     "gate": 1_971,
-    "measurement": 8_126,
+    "measurement": 8_131,
     "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
     "ranks": 7_070,
     "report": 5_186,
-    "strategies": 1_641,
+    "strategies": 1_644,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.

@@ -75,7 +75,7 @@ class Pieces:
     @cached_property
     def is_coarse(self) -> bool:
         """True if all ranks compute coarsely, beside how little differs, as under autocast."""
-        return self.eps > COARSE or self.difference < SMALL
+        return self.view.eps > COARSE or self.difference < SMALL
 
     @cached_property
     def is_one_parameter_far_off(self) -> bool:
@@ -83,7 +83,7 @@ class Pieces:
         than rounding alone.
         """
         view = self.view
-        return self.eps <= COARSE and any(
+        return self.view.eps <= COARSE and any(
             unexplained(view.measured.by_rank[:, place], view.expected_by_rank[:, place]) > FRACTION
             for name, place in view.parameters.places.items()
             if name in view.measured.differing
@@ -95,17 +95,14 @@ class Pieces:
 
         Where ranks and big batch differ by little, that little must be told from rounding.
         """
-        return min(tolerance_in(self.eps), max(ROUNDING * self.eps, FRACTION * self.difference))
+        return min(
+            tolerance_in(self.view.eps), max(ROUNDING * self.view.eps, FRACTION * self.difference)
+        )
 
     @cached_property
     def difference(self) -> float:
         """How far the ranks are from the big batch, relative to what they hold."""
         return unexplained(self.view.measured.by_rank, self.view.expected_by_rank)
-
-    @property
-    def eps(self) -> float:
-        """That of what the ranks compute."""
-        return self.view.eps
 
     @property
     def all(self) -> list[Piece]:

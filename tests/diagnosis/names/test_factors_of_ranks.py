@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Rank, check
+from ddp_equivalence import Case, Rank, check
 from ddp_equivalence.report.blocks import Item, Shape
 from ddp_equivalence.report.numbers import held
 from ddp_equivalence.report.text import Line
@@ -290,3 +291,12 @@ def test_of_two_causes_only_that_without_a_common_factor_is_called_a_multiple() 
     assert "times what they should be" not in text
     assert text.count("Fix: ") == 1  # after the first fix no factor is left
     assert "and add the ranks' gradients up." in text
+
+
+def test_a_gradient_that_is_zero_up_to_rounding_does_not_speak_against_a_sum() -> None:
+    """The scale of all outputs drops out of a contrastive loss of normalised ones."""
+    subject = Case(
+        model="odd_shapes", loss="contrastive", layout="3x1", shards="empty", examples=26
+    )
+    verdict = check(replace(subject, seed=95021, examples=26), "ddp_sum_hook")
+    assert verdict.cause == "sum_not_mean", verdict

@@ -66,6 +66,13 @@ def test_every_strategy_has_promises_and_states_its_promise(strategy: str) -> No
     assert STRATEGIES[strategy].promise.endswith(".")
 
 
+def test_a_strategy_with_the_rule_of_another_has_this_very_rule() -> None:
+    ways = [one for one in STRATEGIES.values() if one.has_the_rule_of]
+    assert len(ways) >= 5
+    for one in ways:
+        assert one.cause_of_difference is STRATEGIES[one.has_the_rule_of].cause_of_difference
+
+
 def test_every_known_difference_has_a_name_that_a_diagnosis_knows() -> None:
     known = {hypothesis.name for hypothesis in HYPOTHESES}
     assert {trial.cause for trial in EVERYTHING} - {None} <= known
