@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_equivalence import check
-from tests.diagnosis.where.faulty import CASE, average, loss, marked_line, unnamed
+from tests.diagnosis.where.faulty import CASE, average, loss, marked_line, unnamed, where
 
 pytestmark = pytest.mark.self_check
 
@@ -56,22 +56,22 @@ def rounded(model: Any, shard: Any, rank: Any) -> None:
 
 
 def test_the_line_that_makes_a_rank_s_own_part_is_shown_beside_that_which_reads_it() -> None:
-    where = unnamed(replace(CASE, loss=product_of_means), own_share)
-    notes = {one.line.number: one.note for one in where.lines}
+    found = unnamed(replace(CASE, loss=product_of_means), own_share)
+    notes = {one.line.number: one.note for one in found.lines}
     what = "share is each rank's own, and one rank has the mean"
     assert notes.get(marked_line(own_share)) == what
 
 
 def test_no_line_is_shown_behind_one_that_was_given_right_values() -> None:
-    where = unnamed(replace(CASE, loss=scaled), mean_of_own_variances)
-    faults = [one.line.number for one in where.lines if one.is_fault]
+    found = unnamed(replace(CASE, loss=scaled), mean_of_own_variances)
+    faults = [one.line.number for one in found.lines if one.is_fault]
     assert faults == [marked_line(mean_of_own_variances)]
-    assert not any("which line" in one.note for one in where.lines), where.lines
+    assert not any("which line" in one.note for one in found.lines), found.lines
 
 
 def test_a_step_that_rounds_is_right_on_one_rank_up_to_this_rounding() -> None:
-    where = unnamed(CASE, rounded)
-    assert where.beside_one_rank.endswith("the step is right, up to rounding in bfloat16.")
+    found = unnamed(CASE, rounded)
+    assert found.beside_one_rank.endswith("the step is right, up to rounding in bfloat16.")
 
 
 # What every rank has whole, added to each rank's part of a sum, counts once for each rank.
@@ -94,11 +94,11 @@ def penalty_on_every_rank(model: Any, shard: Any, rank: Any) -> None:
 
 
 def test_what_every_rank_adds_whole_to_its_part_of_a_sum_is_told() -> None:
-    where = unnamed(replace(CASE, loss=summed_with_penalty), penalty_on_every_rank)
+    found = unnamed(replace(CASE, loss=summed_with_penalty), penalty_on_every_rank)
     line = marked_line(penalty_on_every_rank)
     what = f"Line {line} adds what every rank has whole to the rank's own part of a sum"
-    assert where.sentence.startswith(what), where.sentence
-    assert [one.line.number for one in where.lines if one.is_fault] == [line]
+    assert found.sentence.startswith(what), found.sentence
+    assert [one.line.number for one in found.lines if one.is_fault] == [line]
 
 
 # A loss that joins examples gives the rows of a rank alone another loss than among all others.
@@ -126,3 +126,24 @@ def test_the_loss_of_rows_alone_is_no_measure_where_they_have_another_one_among_
     text = " ".join(str(verdict).split())
     assert "its own rows give" not in text
     assert "rows give" not in text.partition("[")[0]
+
+
+def own_means(model: Any, shard: Any, rank: Any) -> None:
+    loss(model, shard).backward()
+    average(model)
+
+
+def own_means_times_eight(model: Any, shard: Any, rank: Any) -> None:
+    (8 * loss(model, shard)).backward()
+    average(model)
+
+
+def test_a_fix_of_divisors_undoes_the_average_and_leaves_another_factor_alone() -> None:
+    uneven = replace(CASE, shards="5+3+6+2")
+    found = where(uneven, own_means)
+    assert found.fix == (
+        "divide each summed loss by the count of the whole batch, and multiply it by 4."
+    )
+    found = where(uneven, own_means_times_eight)
+    assert found.fix == ""
+    assert ", times 8, 8, 8, 8, and they are averaged" in found.sentence

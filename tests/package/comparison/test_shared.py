@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,21 @@ def test_ranks_that_compare_by_themselves_find_what_the_judging_process_finds(
     assert not expected.by_the_ranks
     assert found.digests == expected.digests
     assert repr(replace(found, by_the_ranks=False)) == repr(expected)
+
+
+@pytest.mark.parametrize("place", [0, 8191, 8192, 15_000, 19_999])
+@pytest.mark.parametrize("begins", [(0,), (0, 7_000), (0, 9_000, 14_000)])
+def test_the_worst_element_of_a_large_gradient_is_found_where_it_is(
+    place: int, begins: tuple[int, ...]
+) -> None:
+    truth = np.ones(20_000)
+    values = torch.ones(20_000, dtype=torch.float64)
+    values[place] = 1.5
+    sums = Sums()
+    for begin, end in itertools.pairwise([*begins, 20_000]):
+        sums.take(begin, values[begin:end], truth[begin:end], 1.0)
+    assert (sums.place, sums.element, sums.largest) == (place, 0.5, 0.5)
+    assert (sums.difference, sums.seen) == (0.25, 20_000)
 
 
 def test_the_elements_of_the_sample_are_kept() -> None:
