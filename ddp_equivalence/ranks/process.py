@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.case.layouts import RankPlace
-from ddp_equivalence.ranks import messages, pickling, process_state, process_tree
+from ddp_equivalence.ranks import messages, pickling, process_state, process_tree, sent_modules
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.collectives import (
     LastCollective,
@@ -169,11 +169,12 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     if not caller.settings.items() <= before.settings.items():
         apply(caller.settings)
         before = process_state.capture()
-    for result in function(rank, argument):
-        if len(results) == MAX_RESULTS:
-            messages.send(connection, messages.RESULTS, results)
-            results = []
-        results.append(result)
+    with sent_modules.importable():
+        for result in function(rank, argument):
+            if len(results) == MAX_RESULTS:
+                messages.send(connection, messages.RESULTS, results)
+                results = []
+            results.append(result)
     del function, argument, edits
     _collect_garbage()
     kept = process_state.kept_groups()
