@@ -518,3 +518,18 @@ def parse(text: str) -> ExampleSubset:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise BadCase("examples", text, ACCEPTED)
     return tuple(map(int, parts)) if "," in text else int(text)
+
+
+def untie(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Let each place but the first one of a parameter have a copy of it. Returns these places, and
+    what was there.
+    """
+    known: set[int] = set()
+    places = []
+    for module in model.modules():
+        for key, one in module._parameters.items():
+            if one is not None and id(one) in known:
+                module._parameters[key] = nn.Parameter(one.detach().clone(), one.requires_grad)
+                places.append((module, key, one))
+            known.add(id(one))
+    return places

@@ -354,6 +354,9 @@ class AtSteps:
     after_clipping: bool = False
 
 
+Whole = Callable[[dict[str, Tensor | None], Mapping[int, Tensor]], Mapping[str, Tensor | None]]
+
+
 class StepRecord(StepCount):
     """The values of parameters at every step: their gradients before it, or their weights after it.
 
@@ -364,7 +367,8 @@ class StepRecord(StepCount):
     none of the model's own parameters, but copies such as one flat tensor.
     ``changed_after_clipping``: clipped gradients were changed before a step. ``settings``: with
     which the optimizers step each parameter. ``whole`` makes gradients whole where they are
-    sharded, and ``weights`` reads the weights so.
+    sharded; it gets those from before they were clipped, by their id. ``weights`` reads the
+    weights so.
     """
 
     def __init__(
@@ -372,7 +376,7 @@ class StepRecord(StepCount):
         parameters: Callable[[], Mapping[str, nn.Parameter]],
         at_steps: AtSteps,
         ended: Callable[[int], None] = lambda number: None,
-        whole: Callable[[dict[str, Tensor | None]], Mapping[str, Tensor | None]] = dict,
+        whole: Whole = lambda found, _: found,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         super().__init__()
@@ -409,7 +413,8 @@ class StepRecord(StepCount):
             self._went_backward = False
             self.count += 1
         parameters = self._parameters()
-        its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        its_own = {id(one) for one in stepped}
         owned = {name: one for name, one in parameters.items() if id(one) in its_own}
         self.steps_copies |= not owned
         own = settings_of(optimizer, parameters)
@@ -419,12 +424,14 @@ class StepRecord(StepCount):
         named = owned or parameters
         before_clipping: Mapping[int, Tensor] = {}
         if not self._at_steps.after_clipping:
-            before_clipping = self._clipping.before(one.grad for one in named.values())
+            flat = (one for one in stepped if getattr(one, "_fsdp_flattened", False))
+            before_clipping = self._clipping.before(one.grad for one in (*named.values(), *flat))
             self.changed_after_clipping |= self._clipping.has_clipped and not before_clipping
         found = {
             name: _copy(before_clipping.get(id(one.grad), one.grad)) for name, one in named.items()
         }
-        self.gradients |= {(self.count - 1, name): one for name, one in self._whole(found).items()}
+        whole = self._whole(found, before_clipping)
+        self.gradients |= {(self.count - 1, name): one for name, one in whole.items()}
 
     def after(self) -> None:
         self._went_backward = False  # a closure may have gone backward more than once

@@ -174,12 +174,12 @@ def _judge(request: Request) -> Verdict:
         observed=analysis.observed,
         why_not_watched=second.why_not,
     )
-    world_size = request.processes.world_size
+    evidence, world_size = measurement.evidence, request.processes.world_size
     why_unknown = (
-        vacuity.against_the_evidence(measurement.evidence, request.strategy, world_size)
-        or vacuity.against_another_batch(expected.data, measurement.evidence)
-        or against_shared_gpus(request.lane, measurement.evidence)
-        or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
+        vacuity.against_the_evidence(evidence, request.strategy, world_size, analysis.observed)
+        or vacuity.against_another_batch(expected.data, evidence)
+        or against_shared_gpus(request.lane, evidence)
+        or vacuity.against_an_idle_plant(evidence, request.plant, request.processes)
     )
     if why_unknown is not None:
         return unknown(verdict, why_unknown)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import isclose
+from math import inf, isclose
 
 from ddp_equivalence.case.build import build_model, build_whole_batch, trains_with_dropout
 from ddp_equivalence.case.training import ClipCall, Compare, GradientKey, Settings
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis import draws, localisation
+from ddp_equivalence.diagnosis.causes import CAUSE_OF
 from ddp_equivalence.diagnosis.examples_read import order_read
 from ddp_equivalence.diagnosis.setting import REDUCING
 from ddp_equivalence.diagnosis.shares import kept_elements
@@ -119,7 +120,7 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         clipped = _clipped_as_the_step_does(request, weights.clips)
         if clipped is not None:
             request, weights = clipped, _compared(clipped, "update")
-        by_gradients = _by_gradients(request, judge)
+        by_gradients = _by_gradients(request, judge, weights.first_wrong)
         is_left_over = weights.steps_copies or _reduces_inside_a_step(by_gradients)
         if is_left_over:
             as_a_whole = judge(replace(request, by_steps=False))
@@ -200,17 +201,25 @@ def gradients_at_each_step(request: Request) -> Comparison | None:
     return None
 
 
-def _by_gradients(request: Request, judge: Judge) -> Verdict:
+def _by_gradients(request: Request, judge: Judge, wrong: int | None) -> Verdict:
     """The verdict on the gradients at each step.
 
     They are compared as they were before clipping. Code of the user's own may clip them unseen, as
-    it does if one rank with the whole batch is right only after clipping.
+    it does if one rank with the whole batch is right only after clipping. If they are right until
+    the step after which weights are ``wrong``, these are clipped otherwise.
     """
     at_each = replace(request, compare="gradients", at_each_step=True)
     verdict = judge(at_each)
     seen = any(one.clips for one in verdict.evidence.values())
     is_lost = any(one.changed_after_clipping for one in verdict.evidence.values())
-    if verdict.outcome != "different" or request.training.clip is None or (seen and not is_lost):
+    if request.training.clip is None:
+        return verdict
+    if seen and wrong is not None and _first_wrong(verdict) > wrong:
+        after = replace(at_each, after_clipping=True)
+        if _first_wrong(judge(replace(after, explains=False))) > wrong:
+            return verdict
+        return judge(after)
+    if verdict.outcome != "different" or (seen and not is_lost):
         return verdict
     clipped = judge(replace(at_each, after_clipping=True))
     if is_lost:  # the gradients before clipping are not to be had
@@ -218,6 +227,12 @@ def _by_gradients(request: Request, judge: Judge) -> Verdict:
     beside = None if clipped.analysis is None else clipped.analysis.beside
     is_right_alone = beside is not None and beside.is_right_alone
     return clipped if clipped.outcome == "same" or is_right_alone else verdict
+
+
+def _first_wrong(verdict: Verdict) -> float:
+    """The first step with wrong gradients; infinity if none has any, or it is not known."""
+    is_known = verdict.outcome == "different" and verdict.analysis is not None
+    return verdict.analysis.first_wrong_step if is_known and verdict.analysis else inf
 
 
 def _in_order_read(request: Request, judge: Judge) -> Verdict:
@@ -253,7 +268,11 @@ def _of_step(verdict: Verdict, step: int) -> Comparison | None:
 
 
 def _without_cause(verdict: Verdict, wrong: WrongStep) -> Verdict:
-    """The verdict with no cause: those that fitted the update as a whole are no longer believed."""
+    """The verdict with no cause: those that fitted the update as a whole are no longer believed,
+    but for one that concerns the optimizer alone.
+    """
+    if verdict.cause is not None and CAUSE_OF[verdict.cause].of_optimizer:
+        return replace(verdict, wrong_step=replace(wrong, is_named=True))
     findings = tuple(replace(one, accepted=False) for one in verdict.findings)
     return replace(verdict, wrong_step=wrong, cause=None, findings=findings)
 

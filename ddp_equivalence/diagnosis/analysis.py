@@ -16,7 +16,7 @@ from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.tolerance import Noise
-from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
+from ddp_equivalence.diagnosis.diagnose import Finding, diagnose, seen_at_the_optimizer
 from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
 from ddp_equivalence.diagnosis.draws import (
     DrawnView,
@@ -236,7 +236,8 @@ class Analysis:
             if self.drawn is not None:
                 return findings_of_drawn(self.drawn, self.measurement.comparison)
             if self.view is None:
-                return ()
+                unseen = self._view_without_predictions
+                return () if unseen is None else seen_at_the_optimizer(unseen)
             found = diagnose(self.view, self.measurement.comparison)
             return unless_ranks_differ_by_factors(found, self.view)
 

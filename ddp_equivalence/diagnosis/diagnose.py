@@ -184,6 +184,16 @@ def _observed_cause(view: View) -> Finding | None:
     return None
 
 
+def seen_at_the_optimizer(view: View) -> tuple[Finding, ...]:
+    """The cause that was seen where nothing can be predicted of an optimizer; () if none was."""
+    for hypothesis in HYPOTHESES:
+        indication = hypothesis.indication(view) if hypothesis.of_optimizer else None
+        if indication is not None and indication.supports and indication.conclusive:
+            found = finding_from_observation(hypothesis, indication.because)
+            return tuple(_pointed(one, view) for one in ranked([found], view.setting.dtype))
+    return ()
+
+
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
     """The findings; those that are believed get their lines and their fix. A fix that would leave a
     mistake says so, and one that would make right gradients wrong is none.
@@ -369,13 +379,23 @@ def two_causes_at_once(
                 continue
             if scaled.is_a_right_step or _is_one_wrong_divisor(view, scaled):
                 continue
-            if _is_unseen(view, scaled.hypothesis):
+            if _is_unseen(view, scaled.hypothesis) or _cancel(
+                view, scaled.hypothesis, factor.value
+            ):
                 continue
             detail = "; ".join(filter(None, (scaled.prediction.detail, factor.detail)))
             second = finding_without_prediction(hypothesis)
             finding = scaled.finding(view, detail=detail, more=(second,))
             findings.setdefault(finding.causes, finding)
     return list(findings.values())
+
+
+def _cancel(view: View, hypothesis: Hypothesis, factor: float) -> bool:
+    """True if a cause multiplies by the number by which something else divides: what is left of
+    both is a term that only one of them concerns, such as a penalty, and this is a mistake by
+    itself.
+    """
+    return any(abs(one.value * factor - 1) <= NEGLIGIBLE for one in hypothesis.factors(view))
 
 
 def _is_one_wrong_divisor(view: View, scaled: ScaledPrediction) -> bool:
@@ -418,6 +438,8 @@ def one_cause_and_a_factor(view: View, predictions: Sequence[ScaledPrediction]) 
     anything_fits = any(is_multiple(held, one) for one in own)
     for scaled in predictions:
         if scaled.factor <= 0 or _is(scaled.factor, 1.0) or _is_unseen(view, scaled.hypothesis):
+            continue
+        if _cancel(view, scaled.hypothesis, scaled.factor):
             continue
         is_factor = is_multiple(scaled.prediction.by_rank, view.expected_by_rank)
         if anything_fits or is_factor or scaled.is_a_right_step:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.case.build import build_model
+from ddp_equivalence.case.build import build_model, untie
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.training import Steps, Training
@@ -134,6 +134,13 @@ class ExampleGradients:
         is_sum = alone.terms == len(found) > 1 and nearly_equal(whole, torch.stack(found).sum(0))
         return found if is_sum else []
 
+    def untied(self) -> Tensor:
+        """The gradient of the big batch, shape (elements,), in which a weight that the model has in
+        several places gets only what the first of them gives.
+        """
+        everything = tuple(range(self.setting.example_count))
+        return self._computed(everything, Conditions(untied=True)).gradient
+
     def compute(
         self, examples: Indices, generator: bytes = b"", buffers: Mapping[str, Tensor] | None = None
     ) -> LossAndGradient:
@@ -219,7 +226,8 @@ class Conditions:
     ``other_numbers``: let all generators draw others than usual. ``buffers``: what the model's
     buffers hold before the last forward pass, if it is not what the earlier ones have left.
     ``draws``: the random numbers that everything draws; the loss and gradient are NaN if it draws
-    others. ``only_term``: all other terms of the loss get no gradient.
+    others. ``only_term``: all other terms of the loss get no gradient. ``untied``: each place in
+    which the model has a weight has one of its own, and the first one is asked for its gradient.
     """
 
     generator: bytes = b""
@@ -227,6 +235,7 @@ class Conditions:
     buffers: Mapping[str, Tensor] | None = None
     draws: tuple[Draw, ...] | None = None
     only_term: int | None = None
+    untied: bool = False
 
 
 USUAL = Conditions()
@@ -278,6 +287,8 @@ def loss_and_gradient_of(
 
     batches = [in_dtype(one, computed_in) for one in (*earlier_batches, batch)]
     model, replay = build_model(case).to(computed_in), DrawReplay(conditions.draws or ())
+    if conditions.untied:
+        untie(model)
     with nullcontext() if conditions.draws is None else replay.watching():
         gradients, losses = train(
             case, model, batches, "gradients", training or Training(), with_generators

@@ -104,6 +104,7 @@ class Hypothesis:
     What kind of mistake it is: ``of_a_number``: its faulty line multiplies or divides by a number.
     ``wrong_divisor``: the right divisor corrects it, so that its report says whose mean the big
     batch is. ``of_rows``: it says itself which examples were read again, or by none.
+    ``of_optimizer``: gradients are right, and weights are not.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Hypothesis:
     of_a_number: bool = False
     wrong_divisor: bool = False
     of_rows: bool = False
+    of_optimizer: bool = False
 
     def predict(self, view: View) -> Sequence[Prediction]:
         """What the ranks would hold, for each way in which the cause can come about."""

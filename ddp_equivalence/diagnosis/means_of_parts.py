@@ -109,6 +109,20 @@ def clips_norm(call: Call) -> bool:
     return call.kind is Kind.CLIP and call.what in BY_NORM and call.value is not None
 
 
+def norm_before_clipping(view: View, max_norm: float) -> float | None:
+    """The norm of the big batch's gradient before the reference clipped it to ``max_norm``; None if
+    it did not. What torch adds to a norm that it divides by shows how large this was.
+    """
+    left = float(view.expected.norm())
+    if not 0 < max_norm - left < EQUAL * max_norm:
+        return None
+    return ADDED_TO_NORM * left / (max_norm - left)
+
+
+EQUAL = 1e-3
+"""Norms whose relative difference is smaller are equal, but for what is added to them."""
+
+
 def clipped(view: View, rows: Tensor, clip: Clip) -> Tensor:
     """Each of the rows, shape (rows, elements), clipped as ``clip_grad_norm_`` does it.
 

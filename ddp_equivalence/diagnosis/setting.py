@@ -42,7 +42,8 @@ class Setting:
     each node and averages these sums. ``batch_coupled``: the name of the cause that applies where
     the loss couples the examples of a batch. ``draws_on_cpu``: the ranks draw random numbers on the
     CPU, as predictions do.
-    ``divisor_candidates``: name -> number that a mean over the big batch may divide by.
+    ``divisor_candidates``: name -> number that a mean over the big batch may divide by. ``tied``:
+    the weights that the model has in several places. ``vectors``: those of one dimension.
     """
 
     case: Case
@@ -63,6 +64,8 @@ class Setting:
     scale: float = 1.0
     draws_on_cpu: bool = True
     divisor_candidates: Mapping[str, float] = field(default_factory=dict)
+    tied: tuple[str, ...] = ()
+    vectors: frozenset[str] = frozenset()
 
     @property
     def world_size(self) -> int:
@@ -117,12 +120,22 @@ def setting_of(
         scale=-request.lr if request.compare == "update" else 1.0,
         draws_on_cpu=request.lane.device_type == "cpu",
         divisor_candidates=distinct_divisors(batch, examples),
+        tied=_tied(model),
+        vectors=frozenset(name for name, one in model.named_parameters() if one.ndim == 1),
     )
 
 
 def _trains_with(model: nn.Module, kind: type[nn.Module]) -> bool:
     """True if the model has a module of this kind in training mode."""
     return any(isinstance(module, kind) and module.training for module in model.modules())
+
+
+def _tied(model: nn.Module) -> tuple[str, ...]:
+    """The parameters that the model has in several places, by their first names."""
+    names: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(one), []).append(name)
+    return tuple(of_one[0] for of_one in names.values() if len(of_one) > 1)
 
 
 Test = Callable[[Call], bool]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import fault_named
+from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.collectives import FORGOTTEN
@@ -65,17 +68,29 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def against_the_evidence(
-    evidence: Mapping[int, Evidence], strategy: Strategy | None, expected: int
+    evidence: Mapping[int, Evidence],
+    strategy: Strategy | None,
+    expected: int,
+    observed: Mapping[int, Observation],
 ) -> Unknown | None:
     """The ranks must have sent gradients, and the strategy must really have run.
 
-    ``expected``: the number of ranks that must have reported.
+    ``expected``: the number of ranks that must have reported. ``observed``: what the ranks were
+    seen to do, if they ran a second time.
     """
     if len(evidence) != expected:
         return Unknown(
             UnknownBecause.RANK_DID_NOT_REPORT, f"{len(evidence)} of {expected} ranks reported"
         )
     if all(one is None for rank in evidence.values() for one in rank.gradients.values()):
+        line = _line_that_leaves_sync_off(observed)
+        if line is not None:
+            return Unknown(
+                UnknownBecause.NO_GRADIENT_LEFT,
+                f"the step left no gradient on any rank: line {line.number} of "
+                f"{Path(line.file).name} tells FSDP not to reduce gradients, so that none reaches "
+                "the shards. Call set_requires_gradient_sync(True) before the last micro-batch",
+            )
         return Unknown(
             UnknownBecause.NO_GRADIENT_LEFT,
             "the step left no gradient on any rank: it must leave the gradients on the parameters "
@@ -90,6 +105,20 @@ def against_the_evidence(
                 f"{strategy.name} did not really run: it needs 2 replicas and had {replicas}",
             )
     return None
+
+
+def _line_that_leaves_sync_off(observed: Mapping[int, Observation]) -> CodeLine | None:
+    """The line that told FSDP not to reduce, if this was in force in the last backward pass."""
+    off: CodeLine | None = None
+    at_last: CodeLine | None = None
+    for call in next((seen.calls for seen in observed.values()), ()):
+        if call.kind is Kind.SYNCHRONISATION and call.names:
+            off = None if call.value else call.at
+        elif call.kind is Kind.BACKWARD:
+            at_last = off
+        elif call.kind is Kind.ZERO_GRAD or call.clears:
+            at_last = None
+    return at_last
 
 
 def against_an_idle_plant(

@@ -34,7 +34,7 @@ from ddp_equivalence.diagnosis.setting import Setting, StepCalls, calls_of_all_s
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.call_watch import MOST_LINES
-from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.calls import CodeLine, unpacked
 from ddp_equivalence.measurement.measure import Measurement, work_of
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
 from ddp_equivalence.measurement.observer import LocalsSeen
@@ -539,6 +539,24 @@ class ObservedStep:
         last = first + self.setting.example_count
         known = read is not None and all(first <= index < last for index in read.times)
         return read if known else None
+
+    def parts_of_ranks(self, parameters: ParameterElements) -> Tensor | None:
+        """Which elements each rank has where gradients are sharded, as its own memory shows them:
+        shape (world size, elements), of True and False. None if no gradient is sharded, or if some
+        parts are not known.
+        """
+        if not self.covers_every_rank or not any(one.parts for one in self.by_rank.values()):
+            return None
+        has = torch.ones(self.setting.world_size, parameters.total, dtype=torch.bool)
+        for rank, seen in self.by_rank.items():
+            for name, numbers in seen.parts.items():
+                place = parameters.places.get(name)
+                if bool((unpacked(numbers) < 0).any()):
+                    return None
+                if place is not None:
+                    has[rank, place] = False
+                    has[rank, place.start + unpacked(numbers).long()] = True
+        return has
 
     @property
     def records_draws(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad, clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -58,10 +59,14 @@ from ddp_equivalence.measurement.lines import (
 from ddp_equivalence.measurement.observation import LineEvents, ModuleWatch
 from ddp_equivalence.measurement.whole_tensors import (
     divide_factor_functions,
+    hook_functions,
     ignored_among,
     parameters_of,
     ranks_of,
+    reduce_dtype_among,
+    replicating_functions,
     sharding_functions,
+    synchronisation_functions,
 )
 from ddp_equivalence.ranks.collectives import Issued, issued_so_far, listening
 
@@ -94,7 +99,7 @@ class CallWatch:
         self.calls: list[Call] = []
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._gradients = GradientWatch(model, sample)
+        self._gradients = GradientWatch(model, sample, self._names)
         self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
         self._in_vain: dict[CodeLine, int] = {}
@@ -106,13 +111,14 @@ class CallWatch:
         self._graph = GraphLines()
         kept = self._gradients.parameters
         others = {name: one for name, one in model.named_parameters() if name not in kept}
-        self._weights = WeightWatch(kept, others)
+        self._weights = WeightWatch(dict(kept), others)
         self._weights_are_settled = self._flags_are_settled = self._compare_weights = False
         self._forward_lines: set[CodeLine] = set()
         modules: dict[CodeType, Handler] = {
             code: partial(self._on_module, active) for code, active in RANDOM_AND_COUPLING.items()
         }
-        torchs = TorchCalls(self._append_if_recorded, self._names).handlers()
+        is_replaced = self._gradients.is_replaced
+        torchs = TorchCalls(self._append_if_recorded, self._names, is_replaced).handlers()
         shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
         self.events = LineEvents(model, self.now, self.calls, self._append_if_recorded)
         events = self.events.handlers()
@@ -148,6 +154,7 @@ class CallWatch:
         with (
             listening(self._on_issue, self._on_wait),
             randperm_recorded(self._on_shuffle),
+            self._gradients.recorded(),
             self._tracer.tracing(running),
         ):
             yield
@@ -221,6 +228,15 @@ class CallWatch:
                 self._append(Kind.CHANGE, lines, change=change, in_backward=True)
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
+
+    def sharded(self) -> set[str]:
+        """The parameters whose places shards have taken."""
+        return self._gradients.sharded()
+
+    @property
+    def parts(self) -> dict[str, bytes]:
+        """Of each gradient that is sharded: which of the sampled elements are on this rank."""
+        return self._gradients.parts
 
     def now(self) -> tuple[int, int, bool]:
         """The number of the step, how many calls of backward have begun, and whether one runs."""
@@ -402,12 +418,18 @@ def subclasses_of(kind: type[Any]) -> Iterator[type[Any]]:
 
 class TorchCalls:
     """``append(kind, lines, ...)`` adds a call to those of the step. ``names``: id of a parameter
-    -> its name.
+    -> its name. ``is_replaced(name, parameter)``: whether a shard has taken its place.
     """
 
-    def __init__(self, append: Callable[..., None], names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        append: Callable[..., None],
+        names: Mapping[int, str],
+        is_replaced: Callable[[str, object], bool] = lambda name, parameter: False,
+    ) -> None:
         self._append = append
         self._names = names
+        self._is_replaced = is_replaced
         self._steps: frozenset[CodeType] = frozenset()
 
     def handlers(self) -> dict[CodeType, Handler]:
@@ -419,6 +441,9 @@ class TorchCalls:
         recorded: list[tuple[Kind, Facts, Iterable[Any]]] = [
             (Kind.CLIP, self._clip, (CLIPS_WITH_NORM, clip_grad.clip_grad_value_)),
             (Kind.ZERO_GRAD, self._owned, (nn.Module.zero_grad, Optimizer.zero_grad)),
+            (Kind.OPTIMIZER, _made, (Optimizer.__init__,)),
+            (Kind.JOIN, _joined, (Join.__init__,)),
+            (Kind.REPLICATE, lambda frame: {}, replicating_functions()),
             (Kind.OPTIMIZER_STEP, self._stepped, steps),
             (Kind.NO_SYNC, _no_sync, (DistributedDataParallel.no_sync,)),
             (Kind.NEW_GROUP, _new_group, (dist.new_group,)),
@@ -428,9 +453,10 @@ class TorchCalls:
             (Kind.SEED, _seed_of_gpus, (torch.cuda.manual_seed, torch.cuda.manual_seed_all)),
             (Kind.SCALE, _scale, (torch.amp.GradScaler.scale,)),
             (Kind.UNSCALE, _scale, (torch.amp.GradScaler.unscale_,)),
-            (Kind.HOOK, _hook, REGISTERING),
+            (Kind.HOOK, _hook, (*REGISTERING, *hook_functions())),
             (Kind.SHARDING, self._sharding, sharding_functions()),
             (Kind.DIVIDE_FACTOR, _divide_factor, divide_factor_functions()),
+            (Kind.SYNCHRONISATION, self._synchronisation, synchronisation_functions()),
             (Kind.SAMPLER, _sampler, (DistributedSampler.__init__,)),
             (Kind.LOADER, _loader, (DataLoader.__init__,)),
             (Kind.IGNORE, lambda frame: {}, (IGNORING,)),
@@ -480,16 +506,32 @@ class TorchCalls:
             if outer.f_code in self._steps:
                 return None
             outer = outer.f_back
+        groups = frame.f_locals["self"].param_groups
+        named = [(self._names.get(id(one)), one) for group in groups for one in group["params"]]
+        replaced = tuple(name for name, one in named if name and self._is_replaced(name, one))
+        if replaced:
+            self._append(Kind.REPLACED, lines_of(frame), names=replaced)
         return self._owned(frame)
+
+    def _synchronisation(self, frame: FrameType) -> dict[str, Any]:
+        module, given = frame.f_locals["self"], frame.f_locals
+        every = module.parameters(recurse=bool(given.get("recurse", True)))
+        names = self._names_of([*every])
+        return {"value": float(bool(given["requires_gradient_sync"])), "names": names}
 
     def _sharding(self, frame: FrameType) -> dict[str, Any] | None:
         module, name = frame.f_locals.get("module"), frame.f_code.co_name
         if not isinstance(module, nn.Module):
             return None
+        ignored = ignored_among(frame.f_locals)
+        left_out = tuple(self._names[one] for one in self._names if one in ignored)
+        if left_out:
+            self._append(Kind.IGNORE, lines_of(frame), names=left_out)
         return {
             "what": "FullyShardedDataParallel" if name == "__init__" else name,
-            "names": parameters_of(module, self._names, ignored_among(frame.f_locals)),
+            "names": parameters_of(module, self._names, ignored),
             "ranks": ranks_of(frame.f_locals),
+            "dtype": reduce_dtype_among(frame.f_locals),
         }
 
     def _tensor_hook(self, frame: FrameType) -> dict[str, Any] | None:
@@ -525,6 +567,15 @@ def _clipping(frame: FrameType) -> str:
             return "clip_grad_norm_"
         outer = outer.f_back
     return frame.f_code.co_name.removeprefix("_")
+
+
+def _made(frame: FrameType) -> dict[str, Any]:
+    return {"what": type(frame.f_locals["self"]).__name__}
+
+
+def _joined(frame: FrameType) -> dict[str, Any]:
+    given = frame.f_locals.get("kwargs", {})
+    return {"value": float(bool(given.get("divide_by_initial_world_size", True)))}
 
 
 def _new_group(frame: FrameType) -> dict[str, Any]:

@@ -58,6 +58,10 @@ class Kind(Enum):
     TENSOR_HOOK = "tensor hook"
     IGNORE = "ignore"
     SHARDING = "sharding"
+    OPTIMIZER = "an optimizer is made"
+    REPLICATE = "a module is given hooks that reduce"
+    JOIN = "join of ranks with different numbers of inputs"
+    REPLACED = "an optimizer steps parameters that shards have replaced"
     DIVIDE_FACTOR = "divide factor"
     # A module that draws or couples examples, and a line that sets an attribute of one.
     MODULE = "module"
@@ -140,15 +144,16 @@ class Call:
 
     ``value``: the loss of a backward or a line, the limit of a clip, a seed, a scale or a divide
     factor, the length of the data set of a sampler or loader; 0 or 1 for what was switched off or
-    on (synchronisation, requires_grad). ``norm``: what a clip by the norm found
-    before it clipped; None if that is not known. ``numbers``: those that a sampler or loader was
-    given, by name.
+    on (synchronisation, requires_grad, a join that divides by all ranks). ``norm``: what a clip by
+    the norm found before it clipped; None if that is not known. ``numbers``: those that a sampler
+    or loader was given, by name.
     ``what``: the class, function or operation that is called, a sampler or loader as text, a digest
     of the weights, or an attribute of a module with its new value.
     ``names``: the parameters that it is about; the names of modules; the functions of autograd that
     computed a loss. ``ranks``: of a new group, or among which a wrapper reduces gradients; () if
     that is not known. ``collective`` and ``change``: of calls of these kinds. ``examples``: the
     positions, in the batch of all steps, that a forward pass read; () if they are not known.
+    ``dtype``: in which a wrapper was told to reduce, such as ``bfloat16``.
     ``made_at``: where the loss of a backward was computed, where the function of a hook or the
     sampler of a loader begins, or which line first held the tensor that went into a collective.
     ``chosen_at``: of a forward pass, the line of the user's that named the module; functions that
@@ -173,6 +178,7 @@ class Call:
     made_at: CodeLine | None = None
     callers: tuple[CodeLine, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
+    dtype: str = ""
 
     @property
     def at(self) -> CodeLine | None:
@@ -488,10 +494,13 @@ class GradientState:
 
     ``values``: parameter -> the elements that are kept, as bytes of float64; b"" if it had none.
     Only those parameters whose gradients the call may have changed are among them.
+    ``numbers``: the same for those of which the rank has only a part: which of the elements that
+    are kept these are.
     """
 
     call: int
     values: Mapping[str, bytes]
+    numbers: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,11 @@ def changed_by_hooks(
         if name in known:
             continue
         before, now = gradients.value_before(name), gradients.value_now(name)
-        if now is None or now.shape != gradient.shape:
+        if now is None or now.values.shape != gradient.shape:
             continue
-        added = now if before is None else now - before
+        added = now.values
+        if before is not None and before.same_places(now):
+            added = now.values - before.values
         if not bool(gradient.any()) and not bool(added.any()):
             continue
         factor = factor_between(gradient, added)

@@ -24,59 +24,73 @@ from ddp_equivalence.measurement.calls import (
     line_at,
     packed,
     plain,
-    thinned,
 )
 from ddp_equivalence.measurement.lines import may_hide
+from ddp_equivalence.measurement.sharded_gradients import (
+    GradientsHere,
+    GradientVersion,
+    Kept,
+    thinned_part,
+)
 
 SAME_FACTOR = 1e-3
 """Gradients were multiplied by a number if this much of them, relative to their norm, is not."""
-
-GradientVersion = tuple[int, int] | None
-"""The id and the version of a gradient; None if there is none."""
 
 
 class GradientWatch:
     """Compares the gradients of a model with what they were when it was last asked.
 
-    ``sample``: the elements of each gradient that are kept for this.
+    ``sample``: the elements of each gradient that are kept for this. Of a sharded gradient, those
+    are compared that are on this rank. ``names``: gets the ids of shards that replace parameters.
     """
 
-    def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
-        self._sample = sample
-        self._parameters = {
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: ElementSample[str],
+        names: dict[int, str] | None = None,
+    ) -> None:
+        known = {
             name: parameter
             for name, parameter in model.named_parameters()
             if name in sample.sizes and sample.sizes[name] == parameter.numel()
         }
+        self._sample = sample
+        self._here = GradientsHere(model, known, sample, {} if names is None else names)
+        self.is_replaced, self.sharded = self._here.is_replaced, self._here.sharded
+        self.recorded = self._here.recorded
         self._states: dict[str, GradientVersion] = {}
-        self._values: dict[str, Tensor | None] = {}
+        self._values: dict[str, Kept | None] = {}
         self._pending: set[str] = set()
         self.accept()
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that there are now, by parameter."""
-        return {
-            name: parameter.grad
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None
-        }
+        """The gradients that there are now, by parameter: of a sharded one, the part here."""
+        found = ((name, self._here.here(name)) for name in self.parameters)
+        return {name: one for name, one in found if one is not None}
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that are watched."""
-        return self._parameters
+        """The parameters that are watched, or the shards that took their places."""
+        return self._here.parameters
+
+    @property
+    def parts(self) -> dict[str, bytes]:
+        """Of each gradient that is sharded: which of the sampled elements are on this rank."""
+        return {name: packed(one) for name, one in self._here.parts.items()}
 
     def accept(self) -> None:
         """Take the gradients as they are now for what is known."""
-        for name in self._parameters:
+        self._here.find_shards()
+        for name in self.parameters:
             if name not in self._pending:
                 self._accept(name)
 
     def accept_these(self, names: tuple[str, ...], pending: bool = False) -> None:
         """Take these gradients as they are now; if ``pending``, not until this is called again."""
         for name in names:
-            if name not in self._parameters:
+            if name not in self.parameters:
                 continue
             if pending:
                 self._pending.add(name)
@@ -90,14 +104,15 @@ class GradientWatch:
         ``by_value``: compare all values. Otherwise only those gradients are compared whose version
         has changed, which costs much less, and misses what was done through ``.data`` or numpy.
         """
+        self._here.find_shards()
         found: dict[tuple[float | None, bool], list[str]] = {}
-        for name, parameter in self._parameters.items():
+        for name in self.parameters:
             if name in self._pending:
                 continue
-            state = _state(parameter.grad)
+            state = self._here.state(name)
             if state == self._states[name] and not by_value:
                 continue
-            before, now = self._values[name], self._copy(name)
+            before, now = self._values[name], self._here.kept(name)
             self._states[name] = state
             self._values[name] = now
             if not _equal(before, now):
@@ -107,76 +122,65 @@ class GradientWatch:
             for (factor, cleared), names in found.items()
         ]
 
-    def known_value(self, name: str) -> Tensor | None:
+    def size(self, name: str) -> int:
+        """How many elements of this gradient are kept."""
+        return self._sample.size(name)
+
+    def known_value(self, name: str) -> Kept | None:
         """The sampled elements of a gradient, as last accepted; empty if there was no gradient.
 
-        None if they are not known, as while a collective may still change them.
+        None if they are not known, as while a collective may still change them, or if other ranks
+        have them.
         """
-        if name in self._pending or name not in self._values:
+        if name in self._pending or name not in self._values or self._here.is_elsewhere(name):
             return None
         value = self._values[name]
         if value is None and self._states[name] is None:
-            return torch.empty(0, dtype=torch.float64)
+            return Kept(torch.empty(0, dtype=torch.float64))
         return value
 
-    def value_before(self, name: str) -> Tensor | None:
+    def value_before(self, name: str) -> Kept | None:
         """The sampled elements of a gradient, as last accepted."""
         return self._values.get(name)
 
-    def value_now(self, name: str) -> Tensor | None:
+    def value_now(self, name: str) -> Kept | None:
         """The sampled elements of a gradient as it is."""
-        return self._copy(name) if name in self._parameters else None
+        return self._here.kept(name) if name in self.parameters else None
 
     def state_now(self, name: str) -> GradientVersion:
         """Changes whenever something writes to a gradient, or puts another one in its place."""
-        return _state(self._parameters[name].grad)
+        return self._here.state(name)
 
     def _accept(self, name: str) -> None:
-        state = _state(self._parameters[name].grad)
-        self._states[name] = state
-        self._values[name] = self._copy(name)
-
-    def _copy(self, name: str) -> Tensor | None:
-        gradient = self._parameters[name].grad
-        if gradient is None:
-            return None
-        try:
-            return self._sample.of_one(name, plain(gradient.detach()))
-        except Exception:  # a sharded gradient has no values of its own
-            return None
+        self._states[name] = self._here.state(name)
+        self._values[name] = self._here.kept(name)
 
 
-def _state(gradient: Tensor | None) -> GradientVersion:
-    if gradient is None:
-        return None
-    try:
-        return id(gradient), gradient._version
-    except RuntimeError:  # a tensor that was made in inference mode has no version
-        return id(gradient), -1
-
-
-def _equal(before: Tensor | None, now: Tensor | None) -> bool:
+def _equal(before: Kept | None, now: Kept | None) -> bool:
     if before is None or now is None:
         return _is_nothing(before) and _is_nothing(now)
-    same = (before == now) | ((before != before) & (now != now))  # NaN counts as equal to NaN
-    return before.shape == now.shape and bool(same.all())
+    if not before.same_places(now):
+        return False
+    was, is_now = before.values, now.values
+    same = (was == is_now) | ((was != was) & (is_now != is_now))  # NaN counts as equal to NaN
+    return bool(same.all())
 
 
-def _is_nothing(value: Tensor | None) -> bool:
-    return value is None or not bool(value.any())
+def _is_nothing(value: Kept | None) -> bool:
+    return value is None or not bool(value.values.any())
 
 
-def _done(before: Tensor | None, now: Tensor | None) -> tuple[float | None, bool]:
+def _done(before: Kept | None, now: Kept | None) -> tuple[float | None, bool]:
     """By which number a gradient was multiplied, and whether it was cleared."""
     if _is_nothing(now):
         return None, True
-    if before is None or now is None or _is_nothing(before) or before.shape != now.shape:
+    if before is None or now is None or _is_nothing(before) or not before.same_places(now):
         return None, False
-    factor = factor_between(before, now)
+    factor = factor_between(before.values, now.values)
     return factor and in_order(factor), False
 
 
-def change_between(name: str, before: Tensor | None, now: Tensor | None) -> GradientChange | None:
+def change_between(name: str, before: Kept | None, now: Kept | None) -> GradientChange | None:
     """The change from one value of a gradient to the next; None if they are the same."""
     if _equal(before, now):
         return None
@@ -234,7 +238,7 @@ class _RunningFunction:
     line: CodeLine | None = None
     issued: int = 0
     states: dict[str, GradientVersion] = field(default_factory=dict)
-    values: dict[str, Tensor | None] = field(default_factory=dict)
+    values: dict[str, Kept | None] = field(default_factory=dict)
 
 
 class HookWatch:
@@ -537,10 +541,16 @@ class StateLog:
         if self._left <= 0:
             self.complete = False
             return
-        values = {}
+        values, numbers = dict[str, bytes](), dict[str, bytes]()
         for name in names:
             value = self._gradients.known_value(name)
-            if value is not None:
-                values[name] = b"" if value.numel() == 0 else packed(thinned(value, self.each))
-                self._left -= len(values[name]) // 8
-        self.states.append(GradientState(call, values))
+            if value is None:
+                continue
+            kept = thinned_part(value, self._gradients.size(name), self.each)
+            if kept.numbers is not None and not len(kept.numbers):
+                continue  # a rank may have no part of a small gradient
+            values[name] = packed(kept.values) if len(kept.values) else b""
+            if kept.numbers is not None:
+                numbers[name] = packed(kept.numbers)
+            self._left -= len(kept.values)
+        self.states.append(GradientState(call, values, numbers))

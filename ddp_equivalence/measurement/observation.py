@@ -134,6 +134,8 @@ class Observation:
     pass. ``trace``: values on the way. ``own_backwards``: the user's own backward methods that ran.
     ``draws``: the random numbers that were drawn, if they were recorded, and ``left`` the sampled
     elements of the gradients that the first step left then. ``draws`` is None without a record.
+    ``parts``: parameter -> which of the sampled elements of its gradient the rank has, as packed
+    numbers; only of sharded ones.
     """
 
     forwards: tuple[Forward, ...]
@@ -151,6 +153,7 @@ class Observation:
     own_backwards: tuple[OwnBackward, ...] = ()
     draws: tuple[Draw, ...] | None = None
     left: Mapping[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, bytes] = field(default_factory=dict)
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.random_state import seed_in_use
@@ -75,6 +76,7 @@ class Observer:
         self._inside = False
         self._calls = CallWatch(model, sample, inside_model)
         self._modules = ModuleWatch(model, self._calls.now)
+        self._gathered = GatheredWeights(model, self._names, self._calls.sharded, self._on_gradient)
         self._step = 0
 
     @property
@@ -115,6 +117,7 @@ class Observer:
                 backward_on_calling_thread(),
                 heard(self._model, self._on_forward),
                 self._modules.watching(),
+                self._gathered.watching(),
                 patch.object(DistributedDataParallel, "__init__", wrapping),
                 patch.object(torch.nn.utils, "clip_grad_norm_", clipping),
                 patch.object(torch.autograd, "backward", self._observed(torch.autograd.backward)),
@@ -165,6 +168,7 @@ class Observer:
             lines_run=tuple(self._calls.lines_run),
             trace=self._calls.trace(self._modules),
             own_backwards=self._calls.events.own_backwards.found,
+            parts=self._calls.parts,
         )
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
@@ -271,6 +275,85 @@ def _digest_of_weights(model: nn.Module) -> str:
         return digest({name: plain(weight) for name, weight in model.named_parameters()})
     except Exception:
         return ""
+
+
+# Hears of the gradients of weights that are gathered from shards for a while.
+
+MOST_MODULES = 500
+"""Of a model with more modules only so many are looked at."""
+
+
+class GatheredWeights:
+    """Tells ``note(name, gradient)`` what backward computes for a weight that a module uses in
+    place of the parameter that it was built with: FSDP gathers it from its shards, and reduces its
+    gradient to these.
+
+    ``names``: id of a parameter of ``model`` -> its name. ``sharded()``: the names of those whose
+    places shards have taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[int, str],
+        sharded: Callable[[], set[str]],
+        note: Callable[[str, Tensor], None],
+    ) -> None:
+        self._note = note
+        self._sharded = sharded
+        self._heard: Any = WeakTensorKeyDictionary()
+        self._built: dict[int, dict[str, str]] = {
+            id(module): {
+                key: names[id(one)] for key, one in module._parameters.items() if id(one) in names
+            }
+            for module in list(model.modules())[:MOST_MODULES]
+        }
+        self._modules = list(model.modules())[:MOST_MODULES]
+        self._watched = ExitStack()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hear of them inside the block."""
+        with self._watched:
+            for module in self._modules:
+                self._watched.enter_context(heard(module, self._first_call(module)))
+            yield
+
+    def _first_call(self, module: nn.Module) -> Callable[[Any], None]:
+        """Hooks are for modules with sharded parameters, also in modules inside: attention reads
+        the weights of a layer that it does not call. They run after those of FSDP, which gather
+        the weights.
+        """
+        hooked = False
+
+        def called(_: Any) -> None:
+            nonlocal hooked
+            built = (self._built.get(id(one), {}) for one in module.modules())
+            names = {name for of_one in built for name in of_one.values()}
+            if not hooked and names & self._sharded():
+                hooked = True
+                hook = module.register_forward_pre_hook(self._before_forward)
+                self._watched.callback(hook.remove)
+
+        return called
+
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        with suppress(Exception):  # never fail in the user's forward pass
+            sharded = self._sharded()
+            for one in module.modules():
+                for key, name in self._built.get(id(one), {}).items():
+                    if name in sharded:
+                        # Not as an attribute: a parametrization would compute it once more.
+                        self._hear(name, one._parameters.get(key, one.__dict__.get(key)))
+
+    def _hear(self, name: str, weight: object) -> None:
+        if not isinstance(weight, Tensor):
+            return
+        if weight.requires_grad and weight not in self._heard:
+            self._heard[weight] = True
+            self._watched.callback(weight.register_hook(partial(self._note, name)).remove)
 
 
 # Watches one DistributedDataParallel wrapper around a model that is observed.

@@ -418,7 +418,7 @@ class RunOfStep:
             return self._held.returned(self._before(clipping, tensors_by_name(returned)))
         left = {name: one.grad for name, one in self._held.parameters().items()}
         before = self._before(clipping, left)
-        return None if before is left else self._held.whole(dict(before))
+        return None if before is left else self._held.whole(dict(before), {})
 
     def _before(
         self, clipping: Clipping, left: Mapping[str, Tensor | None]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,15 @@ class WholeTensors:
         """
         parameters, places = self._found()
         found = {name: parameter.grad for name, parameter in parameters.items()}
-        if not places and not any(map(_is_sharded, parameters.values())):
+        if not places and not any(map(is_sharded, parameters.values())):
             return found
         with of_the_suite(), torch.no_grad():
             flat = _of_places(places, flat_gradients)
             return self._in_order(_gathered(found, parameters, sharded=sharded) | flat)
+
+    def flattened(self) -> Iterator[Tensor]:
+        """The flat parameters, or the parts of them that an optimizer is given."""
+        return self._flat.trained()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters as they are now, as far as they are tensors of their own."""
@@ -68,14 +72,19 @@ class WholeTensors:
         parameters, places = self._found()
         return {name for name, one in (parameters | places).items() if one.requires_grad}
 
-    def whole(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """These gradients of parameters, whole, and beside them those inside flat parameters."""
+    def whole(
+        self, gradients: dict[str, Tensor | None], instead: Mapping[int, Tensor]
+    ) -> dict[str, Tensor | None]:
+        """These gradients of parameters, whole, and beside them those inside flat parameters.
+
+        ``instead``: id of a gradient of a flat parameter -> what to take for it.
+        """
         parameters, places = self._found()
         own = {name: one for name, one in parameters.items() if name in gradients}
-        if not places and not any(map(_is_sharded, own.values())):
+        if not places and not any(map(is_sharded, own.values())):
             return gradients
         with of_the_suite(), torch.no_grad():
-            flat = _of_places(places, flat_gradients)
+            flat = _of_places(places, partial(flat_gradients, instead=instead))
             plain = {name: gradients[name] for name in own}
             return self._in_order(_gathered(plain, own) | flat)
 
@@ -113,7 +122,7 @@ class WholeTensors:
         ``ParameterNames.of_returned`` does.
         """
         if not self._flat and not any(
-            one is not None and _is_sharded(one) for one in tensors.values()
+            one is not None and is_sharded(one) for one in tensors.values()
         ):
             return self._names.of_returned(self._model, tensors)
         with of_the_suite(), torch.no_grad():
@@ -144,7 +153,7 @@ class WholeTensors:
 
     def _weights(self) -> dict[str, Tensor]:
         parameters, places = self._found()
-        if not places and not any(map(_is_sharded, parameters.values())):
+        if not places and not any(map(is_sharded, parameters.values())):
             return {name: one.detach() for name, one in parameters.items()}
         with of_the_suite(), torch.no_grad():
             flat = _of_places(places, flat_weights)
@@ -167,7 +176,7 @@ class WholeTensors:
         return {name: found[name] for name in (*known, *found)}
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: object) -> bool:
     """True for a DTensor. Its class takes long to import."""
     return hasattr(tensor, "full_tensor")
 
@@ -183,7 +192,7 @@ def _gathered(
     """The gradients, whole or still ``sharded``. A rank that lacks its shard of one counts as a
     rank with zeros there, or else those that have it would wait for the rank.
     """
-    of_mesh = {name: one for name, one in parameters.items() if _is_sharded(one)}
+    of_mesh = {name: one for name, one in parameters.items() if is_sharded(one)}
     on_mesh: dict[Any, list[str]] = {}
     for name, parameter in of_mesh.items():
         on_mesh.setdefault(parameter.device_mesh, []).append(name)
@@ -221,7 +230,7 @@ def _of_places(places: Mapping[str, Place], read: Callable[[Any], Iterable[Any]]
 def _like(whole: Tensor, parameter: Any) -> Tensor:
     """A whole tensor in the dtype of a parameter, and sharded as it is."""
     whole = whole.to(parameter.dtype)
-    if not _is_sharded(parameter) or _is_sharded(whole):
+    if not is_sharded(parameter) or is_sharded(whole):
         return whole
     distribute: Any = sys.modules["torch.distributed.tensor"].distribute_tensor
     sharded: Tensor = distribute(
@@ -243,7 +252,7 @@ NONE, PART, OWN = 0, 1, 2
 """The gradient of a parameter on one rank: none, a part of the reduced one, or the rank's own."""
 
 
-def is_flattened(parameter: Tensor) -> bool:
+def is_flattened(parameter: object) -> bool:
     """True for a flat parameter and for one that has become a view of it."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
@@ -264,6 +273,12 @@ class Place:
     number: int
 
     @property
+    def is_elsewhere(self) -> bool:
+        """True if other ranks have all of the parameter."""
+        info = self.handle.flat_param._shard_param_infos[self.number]
+        return bool(self.handle.uses_sharded_strategy and not info.in_shard)
+
+    @property
     def requires_grad(self) -> bool:
         flat = self.handle.flat_param
         return bool((flat if flat._params is None else flat._params[self.number]).requires_grad)
@@ -281,6 +296,11 @@ class FlatParameters:
 
     def __bool__(self) -> bool:
         return bool(self._handles)
+
+    @property
+    def count(self) -> int:
+        """How many of them there are."""
+        return len(self._handles)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -313,13 +333,15 @@ class FlatParameters:
             if id(info.module) in modules
         }
 
+    def trained(self) -> Iterator[Tensor]:
+        """The parameters that an optimizer is given: the views of the flat ones, or these."""
+        for handle in self._handles:
+            yield from handle.flat_param._params or (handle.flat_param,)
+
     def holds(self, tensor: Tensor) -> bool:
         """True if this is a view of a flat parameter, or the gradient of one."""
-        return any(
-            tensor is one or tensor is one.grad
-            for handle in self._handles
-            for one in handle.flat_param._params or ()
-        )
+        views = (one for one in self.trained() if not is_flat(one))
+        return any(tensor is one or tensor is one.grad for one in views)
 
     def opened(self, tensor: Tensor, modules: Mapping[int, str]) -> dict[str, Tensor | None] | None:
         """The parameters inside a flat one, or their gradients, whole and by name; None if the
@@ -383,14 +405,15 @@ def flat_weights(handle: Any) -> list[Tensor]:
     return _cut(flat, _all_of(handle, shard))
 
 
-def flat_gradients(handle: Any) -> list[Tensor | None]:
+def flat_gradients(handle: Any, instead: Mapping[int, Tensor] | None = None) -> list[Tensor | None]:
     """The gradients of all parameters of a flat one, whole; None where no rank has any.
+    ``instead``: id of a gradient -> what to take for it.
 
     All ranks of its group must call this. A gradient that was not reduced, as ``no_sync`` leaves
     it, is the rank's own. A rank that lacks its part of a gradient has zeros there.
     """
     flat = handle.flat_param
-    held = _held(handle)
+    held = _held(handle, instead or {})
     kinds = torch.tensor([kind for kind, _ in held], device=handle.device)
     if not handle.uses_sharded_strategy:
         return [None if one is None else one.detach() for _, one in held]
@@ -411,6 +434,38 @@ def flat_gradients(handle: Any) -> list[Tensor | None]:
         else:
             found.append(whole[number] if bool(parts[number]) else None)
     return found
+
+
+def flat_gradient(place: Place) -> Tensor | None:
+    """The tensor that holds the gradient of a parameter inside a flat one, or this rank's part."""
+    flat = place.handle.flat_param
+    gradient: Tensor | None = (flat if flat._params is None else flat._params[place.number]).grad
+    return gradient
+
+
+def part_in_shard(place: Place) -> tuple[Tensor, slice | None] | None:
+    """The gradient of a parameter inside a flat one as it is on this rank, and which of its
+    flattened elements it has; None for all. None if there is no gradient here.
+    """
+    kind, held = _held_of(place)
+    info = place.handle.flat_param._shard_param_infos[place.number]
+    if held is None or (kind == PART and not info.in_shard):
+        return None
+    if kind == OWN:
+        return held.detach(), None
+    return held.detach(), slice(info.intra_param_start_idx, info.intra_param_end_idx + 1)
+
+
+def _held_of(place: Place) -> tuple[int, Tensor | None]:
+    """The same as in ``_held``, of one parameter."""
+    flat = place.handle.flat_param
+    if flat._params is None:
+        return _held(place.handle, {})[place.number]
+    gradient = flat._params[place.number].grad
+    size = int(flat._sharded_size.numel())
+    sharded = flat.grad is None or flat.grad.numel() == size
+    kind = PART if place.handle.uses_sharded_strategy and sharded else OWN
+    return (NONE if gradient is None else kind), gradient
 
 
 def give_flat_gradients(handle: Any, given: Sequence[Tensor | None]) -> None:
@@ -445,20 +500,22 @@ def give_flat_gradients(handle: Any, given: Sequence[Tensor | None]) -> None:
         )
 
 
-def _held(handle: Any) -> list[tuple[int, Tensor | None]]:
+def _held(handle: Any, instead: Mapping[int, Tensor]) -> list[tuple[int, Tensor | None]]:
     """This rank's part of the gradient of each parameter of a flat one, and its kind."""
     flat = handle.flat_param
     size = int(flat._sharded_size.numel())
     sharded = flat.grad is None or flat.grad.numel() == size
     kind = PART if handle.uses_sharded_strategy and sharded else OWN
     if flat._params is not None:
-        return [(NONE if p.grad is None else kind, p.grad) for p in flat._params]
+        gradients = [instead.get(id(p.grad), p.grad) for p in flat._params]
+        return [(NONE if one is None else kind, one) for one in gradients]
     if flat.grad is None:
         return [(NONE, None)] * flat._num_params
+    gradient = instead.get(id(flat.grad), flat.grad)
     if kind == OWN:
-        return [(OWN, one) for one in _cut(flat, flat.grad.detach())]
+        return [(OWN, one) for one in _cut(flat, gradient.detach())]
     return [
-        (PART, flat.grad[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard])
+        (PART, gradient[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard])
         if info.in_shard
         else (NONE, None)
         for info in flat._shard_param_infos
@@ -519,6 +576,40 @@ def divide_factor_functions() -> tuple[Any, ...]:
     if module is None:
         return ()
     return (module.FSDPModule.set_gradient_divide_factor,)
+
+
+def hook_functions() -> tuple[Any, ...]:
+    """The method that gives FSDP1 a communication hook, if anybody has imported it."""
+    module = sys.modules.get(OF_SHARDING)
+    return () if module is None else (module.FullyShardedDataParallel.register_comm_hook,)
+
+
+def replicating_functions() -> tuple[Any, ...]:
+    """The function that gives a module the hooks of DDP, if anybody has imported it."""
+    module = sys.modules.get("torch.distributed._composable.replicate")
+    return () if module is None else (module.replicate,)
+
+
+def synchronisation_functions() -> tuple[Any, ...]:
+    """The methods that tell FSDP whether to reduce gradients, if anybody has imported them."""
+    module = sys.modules.get(OF_SHARDING)
+    return () if module is None else (module.FSDPModule.set_requires_gradient_sync,)
+
+
+def reduce_dtype_among(arguments: Mapping[str, Any]) -> str:
+    """The type in which FSDP is told to reduce, such as ``bfloat16``; "" if it is not told any, or
+    none that is narrower than that in which it computes.
+    """
+    policy = arguments.get("mp_policy", arguments.get("mixed_precision"))
+    dtype, of_weights = (getattr(policy, one, None) for one in ("reduce_dtype", "param_dtype"))
+    if not isinstance(dtype, torch.dtype):
+        return ""
+    if (
+        isinstance(of_weights, torch.dtype)
+        and torch.finfo(of_weights).eps >= torch.finfo(dtype).eps
+    ):
+        return ""  # the gradients have no more digits
+    return str(dtype).removeprefix("torch.")
 
 
 def parameters_of(

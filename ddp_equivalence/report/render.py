@@ -365,7 +365,7 @@ def _place(pointed: PointedLine) -> tuple[str, int]:
 
 def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:
     best, wrong = verdict.best, verdict.wrong_step
-    if wrong is not None and wrong.differs != "gradients":
+    if best is None and wrong is not None and wrong.differs != "gradients":
         return _lines_of_wrong_step(wrong, verdict.observed)
     if best is None:
         found = verdict.localisation.whereabouts
@@ -380,6 +380,12 @@ def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:
     return list(lines.values())
 
 
+JOINED = (
+    "divides by all ranks, also where some have ended; with divide_by_initial_world_size=False by "
+    "those that are left"
+)
+
+
 def _lines_of_wrong_step(
     wrong: WrongStep, observed: Mapping[int, Observation]
 ) -> list[PointedLine]:
@@ -387,6 +393,9 @@ def _lines_of_wrong_step(
     calls = next(iter(observed.values())).calls if observed else ()
     lines = [one.line for one in calls if one.kind is Kind.OPTIMIZER_STEP and one.line]
     if wrong.differs == "count" and lines:
+        divide = [one.line for one in calls if one.kind is Kind.JOIN and one.value and one.line]
+        if divide and len(set(wrong.made)) > 1:
+            return [PointedLine(divide[0], JOINED, is_fault=True)]
         return [PointedLine(lines[-1], "this is where an optimizer steps")]
     if wrong.number is None or len(lines) < wrong.number:
         return []

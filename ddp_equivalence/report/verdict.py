@@ -15,6 +15,7 @@ from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.divisors import Divisors
+from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
 from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.repairs.find_repairs import Repairs
@@ -342,7 +343,7 @@ class WrongStep:
     after its step, although its gradients were right; or the weights at the end, although they were
     right after every step. ``made``: how many steps each rank makes, in the order of the ranks.
     ``expected``: how many the reference makes. ``settings``: those of the optimizer that are not
-    those of the reference in this step; None if they are not known.
+    those of the reference in this step; None if they are not known. ``is_named``: a cause says it.
     """
 
     number: int | None
@@ -350,6 +351,7 @@ class WrongStep:
     made: tuple[int, ...]
     expected: int
     settings: tuple[OtherSetting, ...] | None = None
+    is_named: bool = False
 
     @property
     def headline(self) -> str:
@@ -357,6 +359,8 @@ class WrongStep:
         if self.settings:
             return f"in step {self.number} {self.settings[0][0]}"
         if self.differs == "count":
+            if len(set(self.made)) > 1:
+                return "the ranks make different numbers of optimizer steps"
             return "the optimizer makes another number of steps"
         if self.differs == "afterwards":
             return "the weights are changed after the last step"
@@ -370,13 +374,20 @@ class WrongStep:
         of = f"The gradients of optimizer step {self.number} of {self.expected} are"
         if self.differs == "count":
             made = sorted(set(self.made))
+            if len(made) > 1:
+                ranks = {one: [r for r, own in enumerate(self.made) if own == one] for one in made}
+                each = ", ".join(f"{one} on {ranks_by_number(on)}" for one, on in ranks.items())
+                text = f"The optimizer makes different numbers of steps: {each}. "
+                return f"{text}The reference makes {self.expected}."
             steps = f"{' or '.join(map(str, made))} {'step' if made == [1] else 'steps'}"
             return (
                 f"The optimizer makes {steps}, and the reference makes {self.expected}: the same "
                 "number must be made for the same examples."
             )
         if self.differs == "gradients":
-            return f"{of} wrong; until then all weights were right." if self.number != 1 else ""
+            if self.number is None or self.number == 1:
+                return ""
+            return f"{of} wrong; after step {self.number - 1} all weights were right."
         if self.differs == "weights":
             why = "the optimizer, learning rate, schedule or clipping is not that of the reference"
             if self.settings is not None:
@@ -389,7 +400,7 @@ class WrongStep:
                     "clipping, or something else is not"
                 )
             (_, of_some), *more = self.settings or [("", ("",))]
-            is_told = not of_some and not more  # the headline names no parameters
+            is_told = self.is_named or (not of_some and not more)
             return f"{of} right, and the weights after it are not{'' if is_told else f': {why}'}."
         return (
             "The weights are right after each step of the optimizer, and something changes them "

@@ -12,14 +12,14 @@ from ddp_equivalence import Rank, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.report.render import fixes
-from tests.diagnosis.fixes import data, losses, places, reductions
+from tests.diagnosis.fixes import data, losses, places, reductions, sharded
 from tests.diagnosis.fixes.programs import PROGRAMS, Program
 from tests.diagnosis.names.small_case import case, report_of
 from tests.package.own_cases import loss
 
 pytestmark = pytest.mark.self_check
 
-MODULES = (data, reductions, losses, places)
+MODULES = (data, reductions, losses, places, sharded)
 """The modules that hold the programs."""
 
 WITHOUT = {

@@ -94,8 +94,12 @@ def test_without_a_second_look_all_that_leave_the_same_numbers_are_named() -> No
         assert (result.fault, result.outcome) == (fault.name, "among")
 
 
+WITHOUT = {"optimizer_built_before_sharding"}
+"""The suite itself steps what a strategy leaves; tests/diagnosis/fixes has a program of this."""
+
+
 def test_every_cause_has_a_fault_and_every_fault_a_diagnosis() -> None:
-    assert {one.name for one in HYPOTHESES} == {one.cause for one in FAULTS.values()}
+    assert {one.name for one in HYPOTHESES} - WITHOUT == {one.cause for one in FAULTS.values()}
 
 
 def test_two_faults_of_one_name_are_an_error_that_names_both_places() -> None:

@@ -15,25 +15,25 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 361,
     "adapters": 317,
-    "case": 3_303,
-    "checking": 881,
+    "case": 3_325,
+    "checking": 900,
     "commands": 5_911,
     "comparison": 2_245,
-    "diagnosis": 21_215,
-    "faults": 2_134,
+    "diagnosis": 21_982,
+    "faults": 2_357,
     "gate": 1_971,
-    "measurement": 8_131,
+    "measurement": 8_574,
     "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
-    "ranks": 7_070,
-    "report": 5_186,
+    "ranks": 7_150,
+    "report": 5_206,
     "strategies": 1_644,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 297
+MOST_FILES = 301
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15

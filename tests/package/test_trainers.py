@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Case, Rank, assert_equivalent, check
-from ddp_equivalence.report.verdict import Verdict
+from ddp_equivalence.report.render import pointed_lines
+from ddp_equivalence.report.verdict import Verdict, WrongStep
 from tests.package import own_trainers
 from tests.package.own_cases import EXAMPLES, build_model, loss, make_batch, own_case, right_step
 from tests.package.own_trainers import CLIP, STEPS, adamw, momentum_with_schedule
@@ -141,6 +142,15 @@ def test_another_number_of_steps_is_told_and_gets_no_cause() -> None:
     assert verdict.wrong_step is not None
     assert verdict.wrong_step.differs == "count"
     assert (verdict.wrong_step.made, verdict.wrong_step.expected) == ((4, 4), 3)
+
+
+def test_ranks_that_make_different_numbers_of_steps_are_told_by_number() -> None:
+    wrong = WrongStep(None, "count", (1, 3, 3), 3)
+    assert wrong.headline == "the ranks make different numbers of optimizer steps"
+    each = "1 on rank 0, 3 on ranks 1, 2"
+    assert wrong.sentence == (
+        f"The optimizer makes different numbers of steps: {each}. The reference makes 3."
+    )
 
 
 def test_weights_that_change_after_the_last_step_are_told() -> None:
@@ -382,3 +392,24 @@ def test_what_is_changed_after_clipping_is_held_against_the_clipped_big_batch() 
     assert "should count 1.00 1.00" in text
     assert "every rank holds 0.50 0.50" in text
     assert "error 0.5," in text
+
+
+def joins_uneven_streams(model: Any, batch: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    streams = [[slice(0, 3), slice(6, 12)], [slice(3, 6)]]
+    with ddp.join():
+        for rows in streams[rank.rank]:
+            optimizer.zero_grad()
+            loss(ddp, {name: leaf[rows] for name, leaf in batch.items()}).backward()
+            optimizer.step()
+
+
+def test_a_join_that_divides_by_ranks_that_have_ended_is_marked() -> None:
+    options: Any = {"compare": "update", "steps": (6, 6), "lr": 0.1}
+    verdict = check(own_case(shards="own"), joins_uneven_streams, **options)
+    assert verdict.wrong_step is not None, str(verdict)
+    assert verdict.wrong_step.made == (2, 1)
+    (marked,) = [one for one in pointed_lines(verdict) if one.is_fault]
+    assert marked.line.number == joins_uneven_streams.__code__.co_firstlineno + 4
+    assert "divide_by_initial_world_size=False" in marked.note

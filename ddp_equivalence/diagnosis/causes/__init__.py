@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.causes import (
     losses,
     model,
     precision,
+    sharded,
     unreduced,
     windows,
 )
@@ -17,6 +18,7 @@ from ddp_equivalence.diagnosis.hypothesis import Hypothesis
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     # Weights or examples of the ranks are wrong: the causes below then explain nothing.
+    sharded.BUILT_BEFORE,
     *data.CAUSES,
     # The model or the loss makes the difference, not the reduction.
     *model.CAUSES,
@@ -28,19 +30,23 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     windows.NOT_DIVIDED,
     # Ranks or micro-batches are missing in the sum, or have a wrong weight.
     *groups.SEPARATE_GROUPS,
+    sharded.SYNC_OFF,
     *unreduced.NO_GRADIENT_REDUCED,
     *losses.UNEQUAL_MEANS,
     windows.LAST_ALONE,
     windows.AFTER_REDUCTION,
     windows.BOUNDARY,
     *groups.LEFT_OUT,
+    sharded.CLIPPED_BY_SHARD,
     *clipping.CAUSES,
     precision.OWN_SCALES,
     # Only some parameters are wrong.
     groups.FROZEN,
+    sharded.IGNORED,
     *unreduced.SOME_NOT_REDUCED,
     windows.BEFORE_END,
     # On most cases other causes leave the same numbers as these, and are believed first.
+    sharded.COUNTED_TWICE,
     factors.AVERAGED_TWICE,
     windows.BY_FULL,
     factors.LOCAL_WORLD_SIZE,

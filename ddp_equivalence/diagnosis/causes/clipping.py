@@ -16,6 +16,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Indication,
     Prediction,
     WrongFactor,
+    common_loss_factor,
     on_every_rank,
     ranks_by_number,
 )
@@ -30,6 +31,7 @@ from ddp_equivalence.diagnosis.means_of_parts import (
     common_events,
     events_of,
     gradients_by_backward,
+    norm_before_clipping,
     replayed,
 )
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
@@ -267,8 +269,22 @@ def _clip_of_scaled(view: View) -> _ScaledClip | None:
             scale and isclose((call.factor or 0) * scale, 1, rel_tol=EQUAL)
         ):
             scale = None
-        elif scale not in (None, 1.0) and clips_norm(call) and call.value is not None:
-            return _ScaledClip(call, call.value, scale or 0.0)
+        elif clips_norm(call) and call.value is not None:
+            of_call = _scale_by_hand(view, call) if scale is None else scale
+            if of_call not in (None, 1.0):
+                return _ScaledClip(call, call.value, of_call or 0.0)
+    return None
+
+
+def _scale_by_hand(view: View, clip: Call) -> float | None:
+    """The number by which the losses are multiplied, if a line divides the gradients by it after
+    this call.
+    """
+    calls, losses = view.observed.calls.of(0), common_loss_factor(view) or 0.0
+    factors = [call.factor or 0.0 for call in calls[calls.index(clip) + 1 :]]
+    for scale in (losses, losses * len(view.observed.backwards(0))):
+        if scale > 1 and any(isclose(scale * one, 1, rel_tol=EQUAL) for one in factors):
+            return scale
     return None
 
 
@@ -280,6 +296,9 @@ def _left_of_scaled(view: View) -> Sequence[WrongFactor]:
     whole = view.parameters.sample.is_whole
     norm = seen.scale * float(view.expected.norm()) if whole else seen.call.norm
     left = 1.0 if norm is None else seen.max_norm / (norm + ADDED_TO_NORM)
+    before = norm_before_clipping(view, seen.max_norm) if whole else None
+    if before is not None:
+        left = (before + ADDED_TO_NORM) / (seen.scale * before + ADDED_TO_NORM)
     if left >= 1.0:
         return ()
     detail = f"clipping to {text_of(seen.max_norm, '.6g')} limited the real norm to "
@@ -336,7 +355,11 @@ WHILE_SCALED = Hypothesis(
     multiples=_left_of_scaled,
     indication=_clip_seen_while_scaled,
     lines=_lines_while_scaled,
-    mend="call scaler.unscale_(optimizer) before clip_grad_norm_.",
+    mend=lambda view: (
+        "call scaler.unscale_(optimizer) before clip_grad_norm_."
+        if any(call.kind is Kind.SCALE for call in view.observed.calls.of(0))
+        else "divide the gradients by the loss scale before they are clipped, not afterwards."
+    ),
 )
 
 CAUSES = (

@@ -126,7 +126,7 @@ def _lines_that_give_all_the_same(view: View) -> Sequence[PointedLine]:
             of_data.loaders(view), "no DistributedSampler: a DataLoader on every rank"
         )
     pointed = pointed or [
-        place.pointed(f"{place.op} in {groups_text(place.groups)}")
+        place.pointed(f"{place.op} in {groups_text(place.groups)}", place.op in FROM_ONE_RANK)
         for place in of_data.data_collectives(view)
     ]
     numbers = example_numbers(_read_by_rank_0(view), most=4)
@@ -148,8 +148,15 @@ def _with_sampler(view: View) -> str:
     return f"give the DataLoader a DistributedSampler{shuffles}."
 
 
+FROM_ONE_RANK = ("scatter", "broadcast")
+"""Collectives that give all ranks what one of them has."""
+
+
 def _mend_same_data(view: View) -> str:
     count = view.world_size
+    given = [one.op for one in of_data.data_collectives(view) if one.op in FROM_ONE_RANK]
+    if given and not of_data.samplers(view):
+        return f"leave the {given[-1]} out: each rank has read rows of its own."
     rows = f"let rank r read only examples r, r + {count}, r + {2 * count}, and so on."
     return _with_sampler(view) or rows
 

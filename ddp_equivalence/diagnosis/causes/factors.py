@@ -246,11 +246,18 @@ BY_ITSELF = (
 )
 
 
+FOR_EACH = (
+    "call set_gradient_divide_factor on each module that fully_shard was given: it is for one "
+    "module alone."
+)
+
+
 def _mend_twice(view: View) -> str:
     """The division that is one too many is left out."""
     count, what = view.world_size, _scaled(view, 1 / view.world_size)
     if view.observed.calls.places(Kind.DIVIDE_FACTOR):
-        return (f"do not divide {what} by {count}, and " if what else "") + BY_ITSELF
+        divides = f"do not divide {what} by {count}, and " if what else ""
+        return FOR_EACH if sum_is_right(view) else divides + BY_ITSELF
     if what and averages(view):
         return f"do not divide {what} by {count}: DDP and ReduceOp.AVG average by themselves."
     if _divided_again(view):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isnan
@@ -24,6 +25,7 @@ from ddp_equivalence.diagnosis.lines.of_loss import (
     loss_lines,
     module_lines,
 )
+from ddp_equivalence.diagnosis.lines.source import called_name, place_of, run_lines
 from ddp_equivalence.diagnosis.lines.words import last_of, names_text
 from ddp_equivalence.diagnosis.means_of_parts import is_mean_of_blocks
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
@@ -42,6 +44,33 @@ NEAR = 0.05
 """A loss is examined only if the mean of the ranks' gradients leaves less unexplained."""
 
 MOST_LINES = 2
+
+
+def _of_first_places(view: View) -> Sequence[Tensor]:
+    """The gradients if each place of a tied weight had a weight of its own."""
+    differing = view.measured.differing
+    if not differing or not differing <= set(view.setting.tied):
+        return ()
+    return (view.examples.untied(),)
+
+
+def _lines_that_untie(view: View) -> Sequence[PointedLine]:
+    """The calls that make new parameters of a module, or copy one."""
+    found = []
+    for rank in [*view.observed.by_rank][:1]:
+        run = run_lines(view, rank)
+        for file, node in run.nodes():
+            if isinstance(node, ast.Call) and called_name(node) in MAKE_NEW_PARAMETERS:
+                place = place_of(file, node.lineno)
+                if place is not None and run.has_run(place):
+                    note = f"{called_name(node)} makes a parameter for each name"
+                    found.append(PointedLine(place.line(node), note, True))
+    return found[:MOST_LINES]
+
+
+MAKE_NEW_PARAMETERS = ("to_empty",)
+"""Functions of torch after which weights that were tied are not. Source: ``nn.Module.to_empty``
+gives every place of a parameter memory of its own."""
 
 
 def _means_of_parts(view: View, weighted: bool = False) -> list[Tensor]:
@@ -330,6 +359,21 @@ CAUSES = (
         held=_coupled("contrastive_local_negatives", also_unknown=True),
         lines=lambda view: loss_lines(view, COMPARISONS, "compares the examples of one rank"),
         mend="none is needed; compare all ranks' outputs, gathered with their gradient.",
+    ),
+    Hypothesis(
+        name="tied_weights_parted",
+        sentence="A weight that the model has in several places is a weight of its own in each of "
+        "them in the step: its gradient lacks what the other places give.",
+        look_at="to_empty after the meta device, copies of modules, and load_state_dict: tie the "
+        "weights again afterwards",
+        headline="tied weights are tied no more",
+        tell_apart="Tie no weights in the case: this difference then goes away.",
+        held=lambda view: on_every_rank(view, *_of_first_places(view)),
+        lines=_lines_that_untie,
+        mend=lambda view: (
+            f"tie {names_text(sorted(view.measured.differing))} again after the model is built, "
+            "before it is sharded."
+        ),
     ),
     Hypothesis(
         name="batch_statistics_local",

@@ -256,7 +256,31 @@ def _values_of_type(values: Tensor, narrow: torch.dtype, eps: float) -> float:
     return float(is_value.double().mean())
 
 
+def _told_to_reduce_in(view: View) -> str:
+    """The narrower type in which FSDP was told to reduce; "" if it was not."""
+    calls = (call for seen in view.observed.by_rank.values() for call in seen.calls)
+    narrower = (call.dtype for call in calls if call.dtype and _is_narrower(call.dtype, view))
+    return next(narrower, "")
+
+
+def _is_narrower(dtype: str, view: View) -> bool:
+    return torch.finfo(getattr(torch, dtype)).eps > torch.finfo(view.setting.dtype).eps
+
+
+def _reduce_dtype_seen(view: View) -> Indication | None:
+    dtype = _told_to_reduce_in(view)
+    return Indication(True, f"FSDP was given reduce_dtype={dtype}") if dtype else None
+
+
+def _lines_of_reduce_dtype(view: View) -> Sequence[PointedLine]:
+    calls = view.observed.calls_of_all_steps
+    told = calls.places(Kind.SHARDING, where=lambda call: bool(call.dtype))
+    return last_of(told, f"reduces in {_told_to_reduce_in(view)}")
+
+
 def _reduced_in_half(view: View) -> Indication | None:
+    if _told_to_reduce_in(view):
+        return Indication(False, "FSDP was given the type that it reduces in")
     narrow = sorted(set[str]().union(*view.observed.reduced_in_half))
     return Indication(True, f"a reduction ran in {', '.join(narrow)}") if narrow else None
 
@@ -344,6 +368,20 @@ ROUNDING = (
         indication=_overflow,
         lines=_lines_of_overflow,
         mend=_mend_type,
+    ),
+    Hypothesis(
+        name="reduce_dtype",
+        sentence="FSDP was told to reduce gradients in a narrower type than their own: the error "
+        "is spread over all elements and has the size of that type's rounding.",
+        look_at="reduce_dtype of MixedPrecisionPolicy or MixedPrecision",
+        headline="reduce_dtype is narrower than the gradients",
+        tell_apart="Leave reduce_dtype out: this difference then goes away.",
+        held=lambda view: _of_narrow_type(view) if _told_to_reduce_in(view) else (),
+        indication=_reduce_dtype_seen,
+        lines=_lines_of_reduce_dtype,
+        mend=lambda view: (
+            f"give FSDP reduce_dtype=torch.{str(view.setting.dtype).removeprefix('torch.')}."
+        ),
     ),
     Hypothesis(
         name="low_precision_reduce",

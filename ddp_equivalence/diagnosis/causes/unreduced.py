@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     where_all_report,
 )
 from ddp_equivalence.diagnosis.lines.of_reduction import (
+    ignored_by_fsdp,
     lines_of_no_sync,
     lines_of_sharding,
     lines_that_keep_from_reducing,
@@ -76,6 +77,8 @@ def _all_kept_local(view: View) -> Sequence[Prediction]:
 def _nothing_reduced(view: View) -> Indication | None:
     if not view.observed.by_rank or reduced_parameters(view) or view.observed.wrappers:
         return None
+    if _is_given_to_replicate(view):
+        return Indication(False, "a module was given to replicate")
     because = "no gradient went through a collective, and there was no wrapper"
     return Indication(True, because) if gradients_were_reduced(view) is False else None
 
@@ -130,6 +133,29 @@ def _lines_past_the_wrapper(view: View) -> Sequence[PointedLine]:
     ]
     made = last_of(wrapped, "the wrapper is made", is_fault=False)
     return in_order(view, *made, *called)
+
+
+def _is_given_to_replicate(view: View) -> bool:
+    seen = view.observed.by_rank.values()
+    return any(call.kind is Kind.REPLICATE for one in seen for call in one.calls)
+
+
+def _never_called(view: View) -> Indication | None:
+    """``replicate`` makes its DistributedDataParallel when the module is first called."""
+    if not view.observed.by_rank:
+        return None
+    if not _is_given_to_replicate(view):
+        return Indication(False, "no module was given to replicate")
+    because = "the module that was given to replicate was never called itself"
+    return indication_if(not view.observed.wrappers, because, "it was called", conclusive=True)
+
+
+def _lines_past_the_hooks(view: View) -> Sequence[PointedLine]:
+    given = view.observed.calls_of_all_steps.places(Kind.REPLICATE)
+    return [
+        *last_of(given, "reduces when this module is called", is_fault=False),
+        *last_of(view.observed.calls.backwards, "nothing reduces its gradients", is_fault=False),
+    ]
 
 
 def _synchronised(view: View) -> Indication | None:
@@ -381,6 +407,8 @@ def _others_reduced(view: View) -> Indication | None:
     if ignored and differing <= ignored:
         return Indication(True, "DDP was told to ignore these parameters")
     sharded = sharded_names(view)
+    if sharded and differing and differing <= ignored_by_fsdp(view):
+        return Indication(False, "FSDP was told to ignore these parameters")
     if sharded and not differing & sharded:
         return Indication(True, "FSDP was not given these parameters, and reduces only others")
     reduced, elements = view.observed.reduced_floats, view.parameters.total
@@ -540,6 +568,17 @@ NO_GRADIENT_REDUCED = (
         lines=_lines_that_reduce_nothing,
         mend=_mend_nothing_reduced,
         limits_must_catch=True,
+    ),
+    _unreduced(
+        name="replicated_module_not_called",
+        sentence="The module that was given to replicate was never called itself, but only its "
+        "methods or parts: the hooks that reduce its gradients never ran.",
+        look_at="where the outputs are computed: call the module, whose forward may call its "
+        "methods",
+        headline="the replicated module is never called",
+        indication=_never_called,
+        lines=_lines_past_the_hooks,
+        mend="call the module that replicate was given, not a method or a part of it.",
     ),
     _unreduced(
         name="raw_module_called",

@@ -427,19 +427,25 @@ def in_small_groups(view: View) -> list[CallSite]:
 
 def names_in_small_groups(view: View) -> set[str]:
     """The parameters that these lines gave away."""
-    return _names(in_small_groups(view))
+    places = in_small_groups(view)
+    return {name for place in places for name in place.names}
 
 
 def sharded_names(view: View) -> set[str]:
     """The parameters that were given to FSDP, which reduces their gradients; not those that it was
     told to ignore.
     """
-    return _names(view.observed.calls_of_all_steps.places(Kind.SHARDING))
+    return _names(view, Kind.SHARDING)
 
 
-def _names(places: Sequence[CallSite]) -> set[str]:
-    calls = (call for place in places for of_rank in place.by_rank.values() for call in of_rank)
-    return {name for call in calls for name in call.names}
+def ignored_by_fsdp(view: View) -> set[str]:
+    """The parameters that FSDP was told to ignore."""
+    return _names(view, Kind.IGNORE) if _names(view, Kind.SHARDING) else set()
+
+
+def _names(view: View, kind: Kind) -> set[str]:
+    calls = (call for seen in view.observed.by_rank.values() for call in seen.calls)
+    return {name for call in calls if call.kind is kind for name in call.names}
 
 
 def lines_of_sharding(view: View) -> list[PointedLine]:

@@ -14,10 +14,18 @@ from ddp_equivalence.diagnosis.lines.source import called_name, place_at
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.where.pieces import Pieces
 from ddp_equivalence.diagnosis.where.whereabouts import ranked
-from ddp_equivalence.measurement.calls import Call, CodeLine, Kind, thinned, unpacked
+from ddp_equivalence.measurement.calls import (
+    Call,
+    CodeLine,
+    GradientState,
+    Kind,
+    thinned,
+    unpacked,
+)
 from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR, factor_between
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.operation_log import UNWRITTEN
+from ddp_equivalence.measurement.sharded_gradients import Kept
 
 # Says of which ranks' own gradients a gradient is a mixture, and in which weights.
 
@@ -56,15 +64,19 @@ class Mixtures:
     tolerance: float
     groups: tuple[tuple[int, ...], ...] = ()
 
-    def of(self, rank: int, values: Mapping[str, Tensor]) -> Mix | None:
+    def of(self, rank: int, values: Mapping[str, Kept]) -> Mix | None:
         """The mixture that these gradients of a rank are; None if they are none, or if too few
         elements are known.
         """
-        names = [name for name in values if name in self.own]
-        if not names or any(len(values[one]) != self.own[one].shape[1] for one in names):
+        own_of = {
+            name: self.own[name] if kept.numbers is None else self.own[name][:, kept.numbers]
+            for name, kept in values.items()
+            if name in self.own
+        }
+        if not own_of or any(len(values[one].values) != own_of[one].shape[1] for one in own_of):
             return None
-        held = torch.cat([values[name] for name in names])
-        own = torch.cat([self.own[name] for name in names], dim=1)
+        held = torch.cat([values[name].values for name in own_of])
+        own = torch.cat([*own_of.values()], dim=1)
         found = self._mix(rank, held, own)
         return None if found is None else Mix(found)
 
@@ -197,7 +209,7 @@ class Path:
         return tuple((line_of(one.call), one.call.kind) for one in self.states)
 
 
-Values = list[tuple[int, Call, Tensor]]
+Values = list[tuple[int, Call, Kept]]
 """A gradient after each call that changed it: (number of the call, call, elements)."""
 
 
@@ -235,7 +247,7 @@ def paths_of(pieces: Pieces) -> tuple[Path, ...]:
     found: list[Path] = []
     for position, rank in enumerate(view.setting.reporting_ranks):
         held = {
-            name: thinned(view.measured.by_rank[position][place] / scale, kept)
+            name: Kept(thinned(view.measured.by_rank[position][place] / scale, kept))
             for name, place in view.parameters.places.items()
         }
         known = {name for state in observed[rank].trace.states for name in state.values}
@@ -258,8 +270,14 @@ def _values_of(pieces: Pieces, rank: int) -> dict[str, Values]:
             last[name] = packed
             if found[name] and found[name][-1][0] == state.call:
                 found[name].pop()
-            found[name].append((state.call, call, unpacked(packed)))
+            found[name].append((state.call, call, _kept(state, name)))
     return found
+
+
+def _kept(state: GradientState, name: str) -> Kept:
+    numbers = state.numbers.get(name)
+    values = unpacked(state.values[name])
+    return Kept(values, None if numbers is None else unpacked(numbers).long())
 
 
 def _is_not_filled_yet(call: Call) -> bool:
@@ -273,7 +291,7 @@ def _is_not_filled_yet(call: Call) -> bool:
 def _paths_of_rank(
     rank: int,
     values: Mapping[str, Values],
-    held: Mapping[str, Tensor],
+    held: Mapping[str, Kept],
     mixtures: Mixtures,
     known: Collection[str],
 ) -> Iterator[Path]:
@@ -296,7 +314,7 @@ def _path(
     rank: int,
     names: Sequence[str],
     values: Mapping[str, Values],
-    held: Mapping[str, Tensor],
+    held: Mapping[str, Kept],
     mixtures: Mixtures,
     known: Collection[str],
 ) -> Path:
@@ -304,10 +322,12 @@ def _path(
     for number, (index, call, _) in enumerate(values[names[0]]):
         at = {name: values[name][number][2] for name in names}
         at = {
-            name: value if len(value) else 0 * mixtures.own[name][0] for name, value in at.items()
+            name: kept if len(kept.values) else Kept(0 * mixtures.own[name][0])
+            for name, kept in at.items()
         }
         states.append(AfterCall(call, index, mixtures.of(rank, at)))
-    last = {name: values[name][-1][2] if values[name] else torch.empty(0) for name in names}
+    nothing = Kept(torch.empty(0))
+    last = {name: values[name][-1][2] if values[name] else nothing for name in names}
     as_left = all(
         name not in known or _equal(last[name], held[name], mixtures.tolerance) for name in names
     )
@@ -315,7 +335,9 @@ def _path(
     return Path(rank, tuple(names), tuple(states), mix, as_left)
 
 
-def _equal(left: Tensor, held: Tensor, tolerance: float) -> bool:
+def _equal(kept: Kept, whole: Kept, tolerance: float) -> bool:
+    left = kept.values
+    held = whole.values if kept.numbers is None else whole.values[kept.numbers]
     if not len(left):
         return not bool(held.any())
     if len(left) != len(held):

@@ -14,9 +14,14 @@ from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.lines.behind import lines_behind
 from ddp_equivalence.diagnosis.lines.of_loss import line_of_loss
-from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_no_sync
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_of_no_sync, sharded_names
 from ddp_equivalence.diagnosis.lines.origins import divisors
-from ddp_equivalence.diagnosis.lines.source import RunLines, place_at, run_lines
+from ddp_equivalence.diagnosis.lines.source import (
+    RunLines,
+    called_name,
+    place_at,
+    run_lines,
+)
 from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
@@ -352,6 +357,7 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
     outside = [one for one in certain if not one.operation.in_backward]
     uncertain = [one for one in found if not one.is_certain]
     lines: list[PointedLine] = []
+    is_sharded = bool(sharded_names(view))
     backwards = {one.line for one in view.observed.calls.backwards}
     first = outside or certain
     # What is made of numbers of Python is wrong before: the lines behind it tell more than others.
@@ -360,6 +366,7 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
         if one.operation.line is not None:
             is_call = one.operation.in_backward and one.operation.line in backwards
             is_right = is_call or _is_a_mean(one) or beside.is_right(one.operation.line)
+            is_right |= is_sharded and _is_issued_by_torch(one)
             tells_nothing = is_call and one.joined is None and one.alone is not None
             note = OTHER_GRADIENTS if tells_nothing else _note_of_divergence(one, view.world_size)
             is_fault = one.is_certain and not is_right and not _has_no_part(one)
@@ -369,6 +376,29 @@ def lines_of_divergences(beside: BesideOneRank, view: View) -> tuple[PointedLine
             lines += [PointedLine(line, OWN_LEFT) for line in dict.fromkeys(one.unreduced)]
         lines += [PointedLine(line, MULTIPLE) for line in one.multiples if line not in backwards]
     return first_of_each_line(lines)
+
+
+SENDING = (
+    *("all_", "broadcast", "gather", "reduce", "scatter"),
+    *("batch_", "isend", "irecv", "send", "recv"),
+)
+"""With these the names of functions begin that exchange tensors."""
+
+
+def _is_issued_by_torch(divergence: Divergence) -> bool:
+    """True for an exchange of tensors that runs only where there are several ranks, in a line that
+    calls no function for it: FSDP and DTensors gather and reduce as they should.
+    """
+    operation = divergence.operation
+    if divergence.alone is not None or divergence.runs[-1] or operation.line is None:
+        return False
+    place = place_at(operation.line)
+    calls = ast.walk(place.statement) if place is not None else ()
+    exchanges = any(called_name(one).startswith(SENDING) for one in calls)
+    return (operation.talks or operation.name == WAITS) and not exchanges
+
+
+WAITS = "wait_tensor"
 
 
 def is_of_torch(operation: Operation) -> bool:

@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_of_divisor,
     lines_of_hook_divisors,
     lines_of_no_sync,
+    lines_of_sharding,
     lines_that_choose_elements,
     lines_that_choose_groups,
     lines_that_keep_from_reducing,
@@ -276,12 +277,21 @@ class _Search:
                     pointed(before, f"they are {was}")
                     if before is not None and before.call.kind is not Kind.BACKWARD
                     else None,
-                    pointed(state, f"{what}; now {text}", is_fault=True),
+                    *self._reducing_in(state),
+                    pointed(state, f"{what}; now {text}", not self._is_of_fsdp(state)),
                 ]
             ),
             ranks=ranks,
             what=what_was_seen,
         )
+
+    def _reducing_in(self, state: AfterCall) -> list[PointedLine]:
+        """The line that let FSDP reduce in the backward pass that left this state."""
+        return lines_of_sharding(self.view)[:1] if self._is_of_fsdp(state) else []
+
+    def _is_of_fsdp(self, state: AfterCall) -> bool:
+        """True if FSDP reduced inside a backward pass: the line that runs it tells nothing."""
+        return state.call.kind is Kind.BACKWARD and bool(lines_of_sharding(self.view))
 
     def _headline_of(self, state: AfterCall) -> tuple[str, WhatWasSeen]:
         collective = state.call.collective
@@ -642,7 +652,7 @@ class _Search:
         changes = [one for one in self.path.states if one.call.change is not None]
         reduced = [one for one in self.path.states if self._is_shared(one)]
         return [
-            pointed(one, done_text(one.call, self.pieces), is_fault)
+            pointed(one, done_text(one.call, self.pieces), is_fault and not self._is_of_fsdp(one))
             for one in (changes or reduced)[-2:]
         ]
 

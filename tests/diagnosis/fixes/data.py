@@ -175,7 +175,7 @@ def every_rank_takes_the_first_slice(model: Any, batch: Batch, rank: Rank) -> No
 
 @shows(
     "every_rank_same_data",
-    "let rank r read only examples r, r + 2, r + 4, and so on.",
+    "leave the broadcast out: each rank has read rows of its own.",
     {
         "    for leaf in batch.values():\n        dist.broadcast(leaf, src=0)\n": "",
     },

@@ -293,9 +293,9 @@ def fsdp_divides_the_blocks_once(model: Any, shard: Batch, rank: Rank) -> Any:
 
 @shows(
     "averaged_twice",
-    "do not divide the loss by 2, and leave set_gradient_divide_factor out: it is for one "
-    "module alone, and FSDP averages by itself.",
-    {"    model.set_gradient_divide_factor(1.0)\n": "", " / rank.world_size": ""},
+    "call set_gradient_divide_factor on each module that fully_shard was given: it is for one "
+    "module alone.",
+    {"    model.set": "    model[0].set_gradient_divide_factor(1.0)\n    model.set"},
 )
 def fsdp_divides_the_blocks_and_the_loss(model: Any, shard: Batch, rank: Rank) -> Any:
     fully_shard(model[0])
@@ -714,8 +714,8 @@ def unfreezes_after_wrapping(model: Any, shard: Batch, rank: Rank) -> None:
 
 
 @shows(
-    "parameter_not_reduced",
-    "do not keep 0.weight from FSDP, which averages what it is given.",
+    "ignored_parameter",
+    "reduce 0.weight yourself, or do not ignore it.",
     {", ignored_params={model[0].weight}": ""},
 )
 def keeps_one_from_fsdp(model: Any, shard: Batch, rank: Rank) -> Any:

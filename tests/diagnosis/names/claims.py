@@ -86,7 +86,8 @@ def a_rank_clipped(verdict: Verdict) -> bool:
 
 
 def torch_clipped(verdict: Verdict) -> bool:
-    return any(seen.clipped for seen in ranks(verdict))
+    recorded = any(call.kind is Kind.CLIP and "norm" in call.what for call in calls(verdict))
+    return recorded or any(seen.clipped for seen in ranks(verdict))
 
 
 def several_backwards(verdict: Verdict) -> bool:
