@@ -109,6 +109,10 @@ def clips_norm(call: Call) -> bool:
     return call.kind is Kind.CLIP and call.what in BY_NORM and call.value is not None
 
 
+EQUAL = 1e-3
+"""Norms whose relative difference is smaller are equal, but for what is added to them."""
+
+
 def norm_before_clipping(view: View, max_norm: float) -> float | None:
     """The norm of the big batch's gradient before the reference clipped it to ``max_norm``; None if
     it did not. What torch adds to a norm that it divides by shows how large this was.
@@ -117,10 +121,6 @@ def norm_before_clipping(view: View, max_norm: float) -> float | None:
     if not 0 < max_norm - left < EQUAL * max_norm:
         return None
     return ADDED_TO_NORM * left / (max_norm - left)
-
-
-EQUAL = 1e-3
-"""Norms whose relative difference is smaller are equal, but for what is added to them."""
 
 
 def clipped(view: View, rows: Tensor, clip: Clip) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -64,6 +64,21 @@ def reduced_parameters(view: View) -> set[str]:
             and call.collective.contents in OF_PARAMETERS
         ),
     )
+
+
+def passes_without_sync(calls: Iterable[Call]) -> list[dict[str, Call]]:
+    """For each backward pass among the calls of a rank: the parameters that FSDP was told not to
+    reduce in it -> the call that told it.
+    """
+    off: dict[str, Call] = {}
+    passes = []
+    for call in calls:
+        if call.kind is Kind.SYNCHRONISATION:
+            told = {} if call.value else dict.fromkeys(call.names, call)
+            off = {name: one for name, one in off.items() if name not in call.names} | told
+        elif call.kind is Kind.BACKWARD:
+            passes.append(off)
+    return passes
 
 
 def _named_on_every_rank(view: View, counts: Callable[[Call], bool]) -> set[str]:

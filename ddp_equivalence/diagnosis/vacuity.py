@@ -17,6 +17,7 @@ from ddp_equivalence.comparison.digits import in_order, text_of
 from ddp_equivalence.comparison.gradients import DataByRank, differing_leaf, digest
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.hypothesis import ranks_by_number
+from ddp_equivalence.diagnosis.reduced import passes_without_sync
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
@@ -109,16 +110,12 @@ def against_the_evidence(
 
 def _line_that_leaves_sync_off(observed: Mapping[int, Observation]) -> CodeLine | None:
     """The line that told FSDP not to reduce, if this was in force in the last backward pass."""
-    off: CodeLine | None = None
-    at_last: CodeLine | None = None
-    for call in next((seen.calls for seen in observed.values()), ()):
-        if call.kind is Kind.SYNCHRONISATION and call.names:
-            off = None if call.value else call.at
-        elif call.kind is Kind.BACKWARD:
-            at_last = off
-        elif call.kind is Kind.ZERO_GRAD or call.clears:
-            at_last = None
-    return at_last
+    calls = next((seen.calls for seen in observed.values()), ())
+    last = max((n for n, call in enumerate(calls) if call.kind is Kind.BACKWARD), default=0)
+    if any(call.kind is Kind.ZERO_GRAD or call.clears for call in calls[last:]):
+        return None  # what was there has been taken away
+    off = passes_without_sync(calls)[-1:]
+    return next((call.at for one in off for call in one.values()), None)
 
 
 def against_an_idle_plant(

@@ -19,11 +19,8 @@ from ddp_equivalence.faults.clipping import SHARE_OF_LARGEST_NORM
 from ddp_equivalence.faults.fault import Fault, RecordFiring, shows_everywhere
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
-SHARDED: dict[str, Any] = {
-    "strategies": ("fsdp2",),
-    "pairs": (("mlp", "mse_mean"),),
-    "own_step": "",
-}
+ON_A_PERCEPTRON: dict[str, Any] = {"pairs": (("mlp", "mse_mean"),), "own_step": ""}
+SHARDED = ON_A_PERCEPTRON | {"strategies": ("fsdp2",)}
 
 
 # Each rank clips its shards by the norm of these.
@@ -88,8 +85,7 @@ REPLICATED_NORM_COUNTED_TWICE = Fault(
     sentence="The norm by which gradients are clipped has the squares of the biases of every rank.",
     break_step=count_biases_on_every_rank,
     strategies=("manual_all_reduce_mean",),
-    pairs=(("mlp", "mse_mean"),),
-    own_step="",
+    **ON_A_PERCEPTRON,
 )
 
 
@@ -189,8 +185,7 @@ REPLICATED_MODULE_NOT_CALLED = Fault(
     sentence="The loss calls the forward method of the replicated module, and not the module.",
     break_step=bypass_hooks,
     strategies=("replicate",),
-    pairs=(("mlp", "mse_mean"),),
-    own_step="",
+    **ON_A_PERCEPTRON,
 )
 
 

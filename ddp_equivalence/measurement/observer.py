@@ -302,13 +302,13 @@ class GatheredWeights:
         self._note = note
         self._sharded = sharded
         self._heard: Any = WeakTensorKeyDictionary()
+        self._modules = list(model.modules())[:MOST_MODULES]
         self._built: dict[int, dict[str, str]] = {
             id(module): {
                 key: names[id(one)] for key, one in module._parameters.items() if id(one) in names
             }
-            for module in list(model.modules())[:MOST_MODULES]
+            for module in self._modules
         }
-        self._modules = list(model.modules())[:MOST_MODULES]
         self._watched = ExitStack()
 
     @contextmanager
@@ -328,9 +328,10 @@ class GatheredWeights:
 
         def called(_: Any) -> None:
             nonlocal hooked
-            built = (self._built.get(id(one), {}) for one in module.modules())
-            names = {name for of_one in built for name in of_one.values()}
-            if not hooked and names & self._sharded():
+            if hooked:
+                return
+            inside = [self._built.get(id(one), {}) for one in module.modules()]
+            if self._sharded() & {name for built in inside for name in built.values()}:
                 hooked = True
                 hook = module.register_forward_pre_hook(self._before_forward)
                 self._watched.callback(hook.remove)

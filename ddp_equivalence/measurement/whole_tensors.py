@@ -59,10 +59,6 @@ class WholeTensors:
             flat = _of_places(places, flat_gradients)
             return self._in_order(_gathered(found, parameters, sharded=sharded) | flat)
 
-    def flattened(self) -> Iterator[Tensor]:
-        """The flat parameters, or the parts of them that an optimizer is given."""
-        return self._flat.trained()
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters as they are now, as far as they are tensors of their own."""
         return self._names.parameters(self._model)
@@ -333,15 +329,13 @@ class FlatParameters:
             if id(info.module) in modules
         }
 
-    def trained(self) -> Iterator[Tensor]:
-        """The parameters that an optimizer is given: the views of the flat ones, or these."""
-        for handle in self._handles:
-            yield from handle.flat_param._params or (handle.flat_param,)
-
     def holds(self, tensor: Tensor) -> bool:
         """True if this is a view of a flat parameter, or the gradient of one."""
-        views = (one for one in self.trained() if not is_flat(one))
-        return any(tensor is one or tensor is one.grad for one in views)
+        return any(
+            tensor is one or tensor is one.grad
+            for handle in self._handles
+            for one in handle.flat_param._params or ()
+        )
 
     def opened(self, tensor: Tensor, modules: Mapping[int, str]) -> dict[str, Tensor | None] | None:
         """The parameters inside a flat one, or their gradients, whole and by name; None if the
@@ -462,10 +456,7 @@ def _held_of(place: Place) -> tuple[int, Tensor | None]:
     if flat._params is None:
         return _held(place.handle, {})[place.number]
     gradient = flat._params[place.number].grad
-    size = int(flat._sharded_size.numel())
-    sharded = flat.grad is None or flat.grad.numel() == size
-    kind = PART if place.handle.uses_sharded_strategy and sharded else OWN
-    return (NONE if gradient is None else kind), gradient
+    return (NONE if gradient is None else _kind_of(place.handle)), gradient
 
 
 def give_flat_gradients(handle: Any, given: Sequence[Tensor | None]) -> None:
@@ -502,10 +493,7 @@ def give_flat_gradients(handle: Any, given: Sequence[Tensor | None]) -> None:
 
 def _held(handle: Any, instead: Mapping[int, Tensor]) -> list[tuple[int, Tensor | None]]:
     """This rank's part of the gradient of each parameter of a flat one, and its kind."""
-    flat = handle.flat_param
-    size = int(flat._sharded_size.numel())
-    sharded = flat.grad is None or flat.grad.numel() == size
-    kind = PART if handle.uses_sharded_strategy and sharded else OWN
+    flat, kind = handle.flat_param, _kind_of(handle)
     if flat._params is not None:
         gradients = [instead.get(id(p.grad), p.grad) for p in flat._params]
         return [(NONE if one is None else kind, one) for one in gradients]
@@ -520,6 +508,13 @@ def _held(handle: Any, instead: Mapping[int, Tensor]) -> list[tuple[int, Tensor 
         else (NONE, None)
         for info in flat._shard_param_infos
     ]
+
+
+def _kind_of(handle: Any) -> int:
+    """The kind of the gradients in a flat parameter on this rank, where there are any."""
+    flat = handle.flat_param
+    is_part = flat.grad is None or flat.grad.numel() == int(flat._sharded_size.numel())
+    return PART if handle.uses_sharded_strategy and is_part else OWN
 
 
 def _all_of(handle: Any, shard: Tensor) -> Tensor:
@@ -604,12 +599,9 @@ def reduce_dtype_among(arguments: Mapping[str, Any]) -> str:
     dtype, of_weights = (getattr(policy, one, None) for one in ("reduce_dtype", "param_dtype"))
     if not isinstance(dtype, torch.dtype):
         return ""
-    if (
-        isinstance(of_weights, torch.dtype)
-        and torch.finfo(of_weights).eps >= torch.finfo(dtype).eps
-    ):
-        return ""  # the gradients have no more digits
-    return str(dtype).removeprefix("torch.")
+    of_weights = of_weights if isinstance(of_weights, torch.dtype) else torch.float64
+    is_narrower = torch.finfo(dtype).eps > torch.finfo(of_weights).eps
+    return str(dtype).removeprefix("torch.") if is_narrower else ""
 
 
 def parameters_of(

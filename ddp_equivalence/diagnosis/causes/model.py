@@ -54,23 +54,22 @@ def _of_first_places(view: View) -> Sequence[Tensor]:
     return (view.examples.untied(),)
 
 
-def _lines_that_untie(view: View) -> Sequence[PointedLine]:
-    """The calls that make new parameters of a module, or copy one."""
-    found = []
-    for rank in [*view.observed.by_rank][:1]:
-        run = run_lines(view, rank)
-        for file, node in run.nodes():
-            if isinstance(node, ast.Call) and called_name(node) in MAKE_NEW_PARAMETERS:
-                place = place_of(file, node.lineno)
-                if place is not None and run.has_run(place):
-                    note = f"{called_name(node)} makes a parameter for each name"
-                    found.append(PointedLine(place.line(node), note, True))
-    return found[:MOST_LINES]
-
-
 MAKE_NEW_PARAMETERS = ("to_empty",)
 """Functions of torch after which weights that were tied are not. Source: ``nn.Module.to_empty``
 gives every place of a parameter memory of its own."""
+
+
+def _lines_that_untie(view: View) -> Sequence[PointedLine]:
+    """The calls that make new parameters for a module."""
+    run = run_lines(view)
+    found = []
+    for file, node in run.nodes():
+        if isinstance(node, ast.Call) and called_name(node) in MAKE_NEW_PARAMETERS:
+            place = place_of(file, node.lineno)
+            if place is not None and run.has_run(place):
+                note = f"{called_name(node)} makes a parameter for each name"
+                found.append(PointedLine(place.line(node), note, True))
+    return found[:MOST_LINES]
 
 
 def _means_of_parts(view: View, weighted: bool = False) -> list[Tensor]:

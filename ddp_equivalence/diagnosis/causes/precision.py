@@ -259,12 +259,13 @@ def _values_of_type(values: Tensor, narrow: torch.dtype, eps: float) -> float:
 def _told_to_reduce_in(view: View) -> str:
     """The narrower type in which FSDP was told to reduce; "" if it was not."""
     calls = (call for seen in view.observed.by_rank.values() for call in seen.calls)
-    narrower = (call.dtype for call in calls if call.dtype and _is_narrower(call.dtype, view))
-    return next(narrower, "")
+    return next((call.dtype for call in calls if _is_narrower(call.dtype, view)), "")
 
 
 def _is_narrower(dtype: str, view: View) -> bool:
-    return torch.finfo(getattr(torch, dtype)).eps > torch.finfo(view.setting.dtype).eps
+    """True for a narrower type than the gradients'; False for ""."""
+    found = getattr(torch, dtype, None)
+    return found is not None and torch.finfo(found).eps > torch.finfo(view.setting.dtype).eps
 
 
 def _reduce_dtype_seen(view: View) -> Indication | None:
@@ -302,10 +303,8 @@ def _lines_of_narrow_type(view: View) -> Sequence[PointedLine]:
 
 def _is_narrow(collective: CollectiveCall, view: View) -> bool:
     """True if it reduced more than one element in a narrower type than the gradients'."""
-    if not collective.reduce_op or collective.elements < 2:
-        return False
-    dtype = getattr(torch, collective.dtype, None)
-    return dtype is not None and torch.finfo(dtype).eps > torch.finfo(view.setting.dtype).eps
+    is_reduced = bool(collective.reduce_op) and collective.elements > 1
+    return is_reduced and _is_narrower(collective.dtype, view)
 
 
 def _mend_type(view: View) -> str:

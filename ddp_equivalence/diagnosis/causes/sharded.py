@@ -27,12 +27,14 @@ from ddp_equivalence.diagnosis.means_of_parts import (
     clips_norm,
     norm_before_clipping,
 )
-from ddp_equivalence.diagnosis.reduced import with_reduced_gradients
+from ddp_equivalence.diagnosis.reduced import passes_without_sync, with_reduced_gradients
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
 MOST_SHOWN = 4
+
+MOST_BEHIND = 2
 
 EQUAL = 1e-3
 """Factors and norms whose relative difference is smaller are equal."""
@@ -132,16 +134,24 @@ def _lines_of_shards(view: View) -> Sequence[PointedLine]:
     if clips:
         return clips
     for place in _scaled_apart(view)[-1:]:
-        behind = lines_behind(run_lines(view, place.ranks[0]), place.line, 2)
-        shown = [PointedLine(one.line, one.note) for one in behind]
-        return [*shown, place.pointed("multiplies by another number on each rank", True)]
+        return _behind(view, place, "multiplies by another number on each rank")
     return []
+
+
+def _behind(view: View, place: CallSite, note: str) -> list[PointedLine]:
+    """The line with a note, after those that set what it reads."""
+    behind = lines_behind(run_lines(view, place.ranks[0]), place.line, MOST_BEHIND)
+    return [*behind, place.pointed(note, True)]
 
 
 def _own_norms(place: CallSite) -> str:
     norms = {rank: calls[0].norm for rank, calls in place.by_rank.items()}
     known = [f"rank {rank} {text_of(one, '.3g')}" for rank, one in norms.items() if one is not None]
-    return f"finds another norm on each rank: {', '.join(known[:4])}" if len(known) > 1 else ""
+    return (
+        f"finds another norm on each rank: {', '.join(known[:MOST_SHOWN])}"
+        if len(known) > 1
+        else ""
+    )
 
 
 def _mend_norm(view: View) -> str:
@@ -221,8 +231,7 @@ def _replicated(view: View) -> Iterator[tuple[str, ...]]:
 def _lines_of_norm(view: View) -> Sequence[PointedLine]:
     single = view.observed.calls.collectives(lambda _, of: of.elements == 1 and bool(of.reduce_op))
     for place in single[-1:]:
-        behind = lines_behind(run_lines(view, place.ranks[0]), place.line, 2)
-        return [*behind, place.pointed("adds up the squares of the ranks", True)]
+        return _behind(view, place, "adds up the squares of the ranks")
     return [place.pointed("clips with this norm", True) for place in _clips(view)[:1]]
 
 
@@ -235,17 +244,10 @@ def _without_sync(view: View) -> dict[str, list[bool]] | None:
     """
     if not view.observed.covers_every_rank:
         return None
-    off: set[str] = set()
-    by_pass: dict[str, list[bool]] = {name: [] for name in view.parameters.names}
-    told = False
-    for call in view.observed.calls.of(0):
-        if call.kind is Kind.SYNCHRONISATION and call.names:
-            told = told or not call.value
-            off = off - set(call.names) if call.value else off | set(call.names)
-        elif call.kind is Kind.BACKWARD:
-            for name, passes in by_pass.items():
-                passes.append(name in off)
-    return by_pass if told and any(any(one) for one in by_pass.values()) else None
+    passes = passes_without_sync(view.observed.calls.of(0))
+    if not any(passes):
+        return None
+    return {name: [name in off for off in passes] for name in view.parameters.names}
 
 
 def _not_synchronised(view: View) -> Sequence[Prediction]:
@@ -288,12 +290,7 @@ def _sync_off_seen(view: View) -> Indication | None:
 def _lines_of_sync(view: View) -> Sequence[PointedLine]:
     off = view.observed.calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     for place in off[-1:]:
-        behind = lines_behind(run_lines(view, place.ranks[0]), place.line, 2)
-        shown = [PointedLine(one.line, one.note) for one in behind]
-        return [
-            *shown,
-            place.pointed("switches the reduction off for the last backward pass", True),
-        ]
+        return _behind(view, place, "switches the reduction off for the last backward pass")
     return []
 
 

@@ -384,6 +384,9 @@ SENDING = (
 )
 """With these the names of functions begin that exchange tensors."""
 
+WAITS = "wait_tensor"
+"""The operation with which a DTensor waits for an exchange."""
+
 
 def _is_issued_by_torch(divergence: Divergence) -> bool:
     """True for an exchange of tensors that runs only where there are several ranks, in a line that
@@ -396,9 +399,6 @@ def _is_issued_by_torch(divergence: Divergence) -> bool:
     calls = ast.walk(place.statement) if place is not None else ()
     exchanges = any(called_name(one).startswith(SENDING) for one in calls)
     return (operation.talks or operation.name == WAITS) and not exchanges
-
-
-WAITS = "wait_tensor"
 
 
 def is_of_torch(operation: Operation) -> bool:
