@@ -416,7 +416,9 @@ class StepRecord(StepCount):
         stepped = [one for group in optimizer.param_groups for one in group["params"]]
         its_own = {id(one) for one in stepped}
         owned = {name: one for name, one in parameters.items() if id(one) in its_own}
-        self.steps_copies |= not owned
+        # FSDP1 puts parameters into flat ones, and an optimizer is given these.
+        flat = [one for one in stepped if getattr(one, "_fsdp_flattened", False)]
+        self.steps_copies |= not (owned or flat)
         own = settings_of(optimizer, parameters)
         self.settings |= {(self.count - 1, name): one for name, one in own.items()}
         if not self._at_steps.gradients:
@@ -424,7 +426,6 @@ class StepRecord(StepCount):
         named = owned or parameters
         before_clipping: Mapping[int, Tensor] = {}
         if not self._at_steps.after_clipping:
-            flat = (one for one in stepped if getattr(one, "_fsdp_flattened", False))
             before_clipping = self._clipping.before(one.grad for one in (*named.values(), *flat))
             self.changed_after_clipping |= self._clipping.has_clipped and not before_clipping
         found = {

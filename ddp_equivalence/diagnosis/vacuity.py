@@ -22,7 +22,7 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import fault_named
-from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
@@ -110,11 +110,7 @@ def against_the_evidence(
 
 def _line_that_leaves_sync_off(observed: Mapping[int, Observation]) -> CodeLine | None:
     """The line that told FSDP not to reduce, if this was in force in the last backward pass."""
-    calls = next((seen.calls for seen in observed.values()), ())
-    last = max((n for n, call in enumerate(calls) if call.kind is Kind.BACKWARD), default=0)
-    if any(call.kind is Kind.ZERO_GRAD or call.clears for call in calls[last:]):
-        return None  # what was there has been taken away
-    off = passes_without_sync(calls)[-1:]
+    off = passes_without_sync(next((seen.calls for seen in observed.values()), ()))[-1:]
     return next((call.at for one in off for call in one.values()), None)
 
 

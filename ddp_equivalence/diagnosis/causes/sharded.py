@@ -27,7 +27,7 @@ from ddp_equivalence.diagnosis.means_of_parts import (
     clips_norm,
     norm_before_clipping,
 )
-from ddp_equivalence.diagnosis.reduced import passes_without_sync, with_reduced_gradients
+from ddp_equivalence.diagnosis.reduced import passes_without_sync
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -301,7 +301,7 @@ _NOT_REDUCED = next(one for one in SOME_NOT_REDUCED if one.name == "parameter_no
 
 def _ignored_seen(view: View) -> Indication | None:
     differing, ignored = view.measured.differing, ignored_by_fsdp(view)
-    if not ignored or differing & with_reduced_gradients(view):
+    if not ignored:
         return None
     is_all = bool(differing) and differing <= ignored
     return Indication(

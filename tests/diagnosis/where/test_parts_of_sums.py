@@ -101,21 +101,6 @@ def test_what_every_rank_adds_whole_to_its_part_of_a_sum_is_told() -> None:
     assert [one.line.number for one in found.lines if one.is_fault] == [line]
 
 
-def with_penalty(model: Any, batch: Any) -> Any:
-    return loss(model, batch) + penalty(model)
-
-
-def divided_penalty(model: Any, shard: Any, rank: Any) -> None:
-    (loss(model, shard) + penalty(model) / rank.world_size).backward()
-    average(model)
-
-
-def test_a_sum_and_a_division_that_cancel_do_not_explain_a_penalty() -> None:
-    verdict = check(replace(CASE, loss=with_penalty), divided_penalty)
-    assert verdict.outcome == "different"
-    assert verdict.causes == (), str(verdict)
-
-
 # A loss that joins examples gives the rows of a rank alone another loss than among all others.
 
 

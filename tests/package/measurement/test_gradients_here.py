@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
+from benchmarks.steps.keys import OPENED, verdict_of
 from ddp_equivalence import Case, check
+from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.where.gradient_path import paths_of
 from ddp_equivalence.diagnosis.where.pieces import Pieces, pieces_of
+from ddp_equivalence.measurement.calls import packed
+from ddp_equivalence.measurement.sharded_gradients import UNKNOWN
+from ddp_equivalence.measurement.whole_tensors import reduce_dtype_among
+from ddp_equivalence.report.render import pointed_lines
 from ddp_equivalence.report.verdict import Verdict
 
 pytestmark = pytest.mark.self_check
@@ -127,6 +138,18 @@ def whole(model: Any, rank: Any) -> Any:
     return fully_shard(model)
 
 
+def ignores_one(model: Any, rank: Any) -> Any:
+    return fully_shard(model, ignored_params={model[0].weight})
+
+
+def test_a_weight_that_fsdp_ignores_counts_once() -> None:
+    verdict = check(CASE, partial(doubled, wrap=ignores_one))
+    for piece in pieces(verdict).all:
+        alone = pieces(verdict).alone(piece)
+        assert alone is not None
+        assert torch.allclose(piece.gradient, alone.gradient)
+
+
 def calls_with_other_weights(model: Any, shard: Any, rank: Any) -> None:
     weights = dict(model.named_parameters())
     moved = {name: one * 1.0 for name, one in weights.items()}
@@ -149,6 +172,65 @@ def test_each_rank_has_its_own_part() -> None:
     assert has is not None
     assert bool((has.sum(0) == 1).all())
     assert [int(one.sum()) for one in has] == [5 * 4 + 4 + 7 * 2 + 2, 5 * 3 + 3 + 7 + 1]
+    first = replace(view.observed.by_rank[0], parts={"0.weight": packed(UNKNOWN)})
+    unknown = replace(view.observed, by_rank={**view.observed.by_rank, 0: first})
+    assert unknown.parts_of_ranks(view.parameters) is None
+
+
+def test_a_type_to_reduce_in_counts_if_it_is_narrower_than_that_of_the_weights() -> None:
+    narrow = torch.bfloat16
+    for of_weights, told in ((None, "bfloat16"), (torch.float32, "bfloat16"), (narrow, "")):
+        policy = MixedPrecisionPolicy(param_dtype=of_weights, reduce_dtype=narrow)
+        assert reduce_dtype_among({"mp_policy": policy}) == told
+    assert reduce_dtype_among({"module": None}) == ""
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def clips_and_steps_too_far(model: Any, shard: Any, rank: Any) -> None:
+    strategy = ShardingStrategy.NO_SHARD
+    flat = FullyShardedDataParallel(model, device_id=rank.device, sharding_strategy=strategy)
+    of_model = torch.optim.SGD(flat.parameters(), lr=0.2, momentum=0.9)
+    loss(flat, shard).backward()
+    torch.nn.utils.clip_grad_norm_(flat.parameters(), 0.01)
+    of_model.step()
+
+
+def test_flat_gradients_are_compared_as_they_were_before_they_were_clipped() -> None:
+    options: Any = {"compare": "update", "optimizer": optimizer, "clip": 0.01}
+    verdict = check(CASE, clips_and_steps_too_far, **options)
+    assert verdict.wrong_step is not None, str(verdict)
+    assert verdict.wrong_step.differs == "weights"
+    assert "new leaf" not in str(verdict)
+
+
+def joins_different_shards(model: Any, shard: Any, rank: Any) -> Any:
+    groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    node = groups[rank.node]
+    flat = FullyShardedDataParallel(
+        model,
+        process_group=(node, node),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=rank.device,
+        use_orig_params=True,
+    )
+    loss(flat, shard).backward()
+    with FullyShardedDataParallel.summon_full_params(flat, with_grads=True):
+        parameters: dict[str, Any] = dict(flat.named_parameters())
+        found = {name: one.grad.clone() for name, one in parameters.items()}
+    return {name.replace("_fsdp_wrapped_module.", ""): one for name, one in found.items()}
+
+
+def test_what_torch_sends_by_itself_and_the_line_of_backward_are_no_faults() -> None:
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        verdict = check(replace(CASE, layout="2x2"), joins_different_shards)
+    found = verdict.localisation.whereabouts
+    assert verdict.outcome == "different"
+    assert found is not None
+    assert found.lines, str(verdict)
+    assert [one for one in found.lines if one.is_fault] == []
 
 
 def test_a_change_that_raises_no_version_is_seen_at_its_line() -> None:
@@ -184,3 +266,14 @@ def never_reduced(model: Any, shard: Any, rank: Any) -> None:
     fully_shard(model)
     model.set_requires_gradient_sync(False)
     loss(model, shard).backward()
+
+
+def test_a_sum_and_a_division_that_cancel_do_not_explain_a_penalty() -> None:
+    verdict = verdict_of(OPENED / "sa16_weight_penalty.py")
+    assert (verdict.outcome, verdict.causes) == ("different", ()), str(verdict)
+
+
+def test_the_line_in_which_fsdp_gathers_is_not_marked() -> None:
+    verdict = verdict_of(OPENED / "sc09_hybrid_groups.py")
+    assert verdict.outcome == "different"
+    assert [one for one in pointed_lines(verdict) if one.is_fault] == [], str(verdict)

@@ -102,10 +102,12 @@ def test_nothing_is_left_of_what_was_importable() -> None:
     names: dict[str, Any] = {"__name__": "sent_from_somewhere", "VALUE": 3}
     function = FunctionType((lambda: None).__code__, names)
     before = sys.modules["__main__"], [*sys.meta_path]
+    of_main = FunctionType((lambda: None).__code__, {"__name__": "__main__", "__file__": "mine.py"})
     with sent_modules.importable():
         import sent_from_somewhere  # type: ignore[import-not-found]
 
         assert sent_from_somewhere.VALUE == 3
         assert function.__globals__ is names
+        assert getattr(sys.modules["__main__"], "__file__", None) is None, of_main
     assert "sent_from_somewhere" not in sys.modules
     assert (sys.modules["__main__"], [*sys.meta_path]) == before
