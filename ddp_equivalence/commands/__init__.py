@@ -10,7 +10,17 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ddp_equivalence.commands import check, explore, faults, matrix, observe, record, records, run
+from ddp_equivalence.commands import (
+    check,
+    explore,
+    faults,
+    matrix,
+    observe,
+    record,
+    records,
+    run,
+    simulate,
+)
 from ddp_equivalence.commands.doctor import command as doctor
 from ddp_equivalence.commands.explain import command as explain
 from ddp_equivalence.commands.sandbox import command as sandbox
@@ -42,6 +52,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "explore": Command(explore.add, explore.run, explore.HELP),
     "faults": Command(faults.add, faults.run, faults.HELP),
+    "simulate": Command(simulate.add, simulate.run, simulate.HELP),
     "explain": Command(explain.add, explain.run, explain.HELP),
     "sandbox": Command(sandbox.add, sandbox.run, sandbox.HELP),
     "doctor": Command(doctor.add, doctor.run, doctor.HELP),

@@ -17,7 +17,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.case import Case, name_of, no_loss
 from ddp_equivalence.case.errors import BadCase, is_number, one_of, whole_number, whole_numbers
-from ddp_equivalence.case.layouts import Layout, parse
+from ddp_equivalence.case.layouts import MAX_PROCESSES, Layout, parse
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.random_state import SEEDS, Seeds
 from ddp_equivalence.case.shards import OWN
@@ -137,6 +137,10 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     if not isinstance(case, Case):
         raise _no_case(case, step)
     strategy = _strategy_of(step)
+    if (ranks := case.ranks.world_size) > MAX_PROCESSES:
+        right = f"at most {MAX_PROCESSES} ranks, not {ranks}: each is a process on this machine; "
+        right += "ddp-equivalence simulate tries up to 4,096 in one process"
+        raise BadCase("layout", case.layout, right)
     if compare not in COMPARES:
         raise BadCase("compare", compare, one_of(COMPARES, compare))
     training = training_of(options, compare)
@@ -149,7 +153,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         right = "left out, or used with compare='gradients': SGD steps leave the integers"
         raise BadCase("exact", True, right)
     lane = lane_of(case, strategy, now.backend if backend is None else backend, now.must_run)
-    _check_batch(case, strategy, now.plant)
+    check_batch(case, strategy, now.plant)
     return Request(
         case=case,
         step=step,
@@ -181,7 +185,7 @@ def _check_training_of(
         raise BadCase("loss", None, right)
 
 
-def _check_batch(case: Case, strategy: Strategy | None, plant: str) -> None:
+def check_batch(case: Case, strategy: Strategy | None, plant: str) -> None:
     """The strategy, or the fault that is planted, must be able to take the batch apart."""
     if strategy is not None and strategy.needs_even_nodes and not case.ranks.has_even_nodes:
         right = (

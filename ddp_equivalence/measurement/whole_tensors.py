@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 
 class WholeTensors:
     """``names``: those of the parameters of ``model`` before the step. Flat parameters are seen if
-    they are made inside ``recorded``.
+    they are made inside ``recorded``; or in that of ``flat``, which models share.
     """
 
-    def __init__(self, model: nn.Module, names: ParameterNames) -> None:
+    def __init__(
+        self, model: nn.Module, names: ParameterNames, flat: FlatParameters | None = None
+    ) -> None:
         self._model = model
         self._names = names
         self.shapes = names.shapes
-        self._flat = FlatParameters()
+        self._flat = FlatParameters() if flat is None else flat
         self.recorded = self._flat.recorded
 
     def weights(self) -> dict[str, Tensor]:

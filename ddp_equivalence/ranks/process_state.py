@@ -545,8 +545,8 @@ class _GroupOfAScript:
         set_world(None)
 
 
-_current: list[_GroupOfAScript] = []
-"""The group of the step that runs now, if one runs."""
+current_scripts: list[_GroupOfAScript] = []
+"""The group of the step that runs now, if one runs. A simulated rank puts its own here."""
 
 
 @contextmanager
@@ -558,11 +558,11 @@ def as_a_script_has_them(rank: Rank) -> Iterator[None]:
     """
     originals = {name: getattr(dist, name) for name in FUNCTIONS}
     replace_functions()
-    _current.append(_GroupOfAScript(rank))
+    current_scripts.append(_GroupOfAScript(rank))
     try:
         yield
     finally:
-        set_world(_current.pop().world)
+        set_world(current_scripts.pop().world)
         for name, function in originals.items():
             _set(name, function)
 
@@ -582,7 +582,7 @@ def replace_functions() -> None:
     def init_process_group(*arguments: Any, **keywords: Any) -> None:
         # init_process_group(backend, init_method, timeout, world_size, rank, ...)
         given = dict(zip(("world_size", "rank"), arguments[3:5], strict=False)) | keywords
-        wrong = _current[-1].start(given) if _current else None
+        wrong = current_scripts[-1].start(given) if current_scripts else None
         if wrong is None:
             init(*arguments, **keywords)  # torch says what is wrong with a second call
         elif wrong:
@@ -592,10 +592,10 @@ def replace_functions() -> None:
     @counts_as_torch
     def destroy_process_group(group: Any = None) -> None:
         world = dist.group.WORLD
-        if not _current or world is None or group not in (None, world):
+        if not current_scripts or world is None or group not in (None, world):
             destroy(group)
             return
-        _current[-1].end(destroy)
+        current_scripts[-1].end(destroy)
 
     for name, function in zip(FUNCTIONS, (init_process_group, destroy_process_group), strict=True):
         function.__of_a_script__ = True  # type: ignore[attr-defined]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from ddp_equivalence.case.errors import BadCase, whole_number, whole_numbers
 from ddp_equivalence.case.layouts.packed import packed
 from ddp_equivalence.case.layouts.round_robin import round_robin
 
-MAX_WORLD_SIZE = 64
-"""The most ranks that a layout may have. All ranks are processes on one machine. With more of them,
-a check would test what the machine can bear, and not the training step."""
+MAX_WORLD_SIZE = 4096
+"""The most ranks that a layout may have."""
+
+MAX_PROCESSES = 64
+"""The most ranks that are processes on one machine. With more of them, a check would test what the
+machine can bear, and not the training step. More ranks can be simulated."""
 
 ORDERS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "": packed,
@@ -46,6 +49,13 @@ class Layout:
     def __str__(self) -> str:
         return self.name
 
+    @cached_property
+    def _by_node(self) -> tuple[tuple[int, ...], ...]:
+        ranks: list[list[int]] = [[] for _ in range(self.nodes)]
+        for row in self.rows:
+            ranks[row.node].append(row.rank)
+        return tuple(map(tuple, ranks))
+
     @property
     def world_size(self) -> int:
         return len(self.rows)
@@ -61,7 +71,7 @@ class Layout:
 
     def ranks_on(self, node: int) -> tuple[int, ...]:
         """The ranks that live on ``node``, in the order of their local rank."""
-        return tuple(row.rank for row in self.rows if row.node == node)
+        return self._by_node[node]
 
 
 RIGHT = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'

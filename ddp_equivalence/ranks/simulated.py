@@ -1,0 +1,574 @@
+"""Simulated ranks: all ranks of a large layout in one process, as threads that take turns.
+
+Torch has process groups for threads, with which it tests itself
+(``torch.testing._internal.distributed.multi_threaded_pg``). So a step calls torch's own DDP, FSDP
+and collectives here, on a thousand ranks. Only one rank runs at a time, until it waits for others.
+This makes a run repeatable, gives each rank random numbers and environment variables of its own,
+and shows at once when all ranks wait for one another. Nothing here is evidence of a backend.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any, Generic, NamedTuple, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ddp_equivalence.case.layouts import Layout, RankPlace
+from ddp_equivalence.ranks import messages, process_state
+from ddp_equivalence.ranks.environment import torchrun_environment
+from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.ranks.users_line import counts_as_torch, users_line
+
+BACKEND = "simulated"
+"""The name of the backend, as ``dist.get_backend()`` returns it on a simulated rank."""
+
+CPU = torch.device("cpu")
+
+T = TypeVar("T")
+
+
+class SimulatedCollective(NamedTuple):
+    """``operation``: such as "all_reduce". ``reduction``: such as "SUM"; "" if it reduces nothing.
+    ``ranks``: those that took part. ``elements``: how many each gave or got.
+    """
+
+    operation: str
+    reduction: str
+    ranks: tuple[int, ...]
+    elements: int
+
+
+class SimulatedRankFailed(Exception):
+    """A simulated rank raised an exception, or the ranks wait for one another for ever.
+
+    ``rank``: that rank, and ``stack`` its traceback; None and "" where all wait.
+    """
+
+    def __init__(self, what: str, rank: int | None = None, stack: str = "") -> None:
+        super().__init__(what)
+        self.rank, self.stack = rank, stack
+
+
+class SimulatedWorld(Generic[T]):
+    """The ranks of a layout. ``collectives``: how often the ranks issued each, while they measured.
+
+    A world is for a process of its own: inside ``run``, torch has process groups for threads only.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.collectives: Counter[SimulatedCollective] = Counter()
+        self._layout = layout
+        self._results: dict[int, T] = {}
+        self._turns = _Turns(layout.world_size)
+        self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
+        self._sent: dict[tuple[int, int, int], deque[list[Tensor]]] = {}
+        self._store = torch._C._distributed_c10d.HashStore()
+
+    def run(self, work: Callable[[Rank], T]) -> list[T]:
+        """Call the function for each rank, and return the results in the order of ranks.
+
+        Raises SimulatedRankFailed.
+        """
+        with _groups_for_threads(self):
+            threads = [
+                threading.Thread(target=self._live, args=(row, work), daemon=True)
+                for row in self._layout.rows
+            ]
+            for thread in threads:
+                thread.start()
+            self._turns.begin()
+            for thread in threads:
+                thread.join()
+        if self._turns.failure is not None:
+            raise self._turns.failure
+        return [self._results[rank] for rank in range(self._layout.world_size)]
+
+    def stop_counting(self) -> None:
+        """Collectives that this rank issues from here on are no longer the step's."""
+        self._turns.here.counts = False
+
+    def _live(self, row: RankPlace, work: Callable[[Rank], T]) -> None:
+        place = (row.rank, row.world_size, row.local_rank, row.local_world_size)
+        rank = Rank(*place, row.node, row.nodes, CPU, BACKEND)
+        with self._turns.of(row.rank, torchrun_environment(row, port=1)):
+            dist.init_process_group(
+                BACKEND, rank=row.rank, world_size=row.world_size, store=self._store
+            )
+            self._results[row.rank] = work(rank)
+
+    def meet(self, group: dist.ProcessGroup, collective: Any, data: Any) -> Any:
+        """Take part in a collective of the group; return a handle of torch's when it is done."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        key = (str(group.group_name), ranks)
+        meeting = self._meetings.setdefault(key, _Meeting(ranks))
+        at = users_line(sys._getframe())
+        meeting.joined[group.rank()] = _Joined(collective, data, at)
+        if len(meeting.joined) < len(ranks):
+            self._turns.wait(meeting.missing)
+        else:
+            del self._meetings[key]
+            if self._turns.here.counts:
+                self.collectives[meeting.described()] += 1
+            meeting.work()
+            self._turns.go_on(ranks)
+        return _torchs().ret_work(data)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        """Send copies to another rank, which need not wait for them yet."""
+        key = (self._turns.here.rank, to, tag)
+        copies = [one.detach().clone() for one in tensors]
+        if self._turns.here.counts:
+            ranks = (self._turns.here.rank, to)
+            self.collectives[SimulatedCollective("send", "", ranks, copies[0].numel())] += 1
+        self._sent.setdefault(key, deque()).append(copies)
+        self._turns.go_on([to], who_wait_for=key)
+        return _torchs().ret_work(tensors)
+
+    def receive(self, tensors: list[Tensor], sender: int, tag: int) -> None:
+        """Wait for what another rank sends."""
+        key = (sender, self._turns.here.rank, tag)
+        while not self._sent.get(key):
+            self._turns.wait(lambda: f"a message of rank {sender}", key)
+        for one, sent in zip(tensors, self._sent[key].popleft(), strict=True):
+            one.detach().copy_(sent)
+
+
+# Takes turns: which rank runs, and what each rank has to itself as a process would.
+
+
+class _Abandoned(BaseException):
+    """Another rank has failed, so this one ends as well."""
+
+
+class _Here(threading.local):
+    """What a thread knows of itself: its rank, and whether its collectives are counted."""
+
+    rank = -1
+    counts = True
+
+
+@dataclass
+class _OwnOfAProcess:
+    """``environment``: the variables that differ between ranks. The rest: states of generators, and
+    how the step has started its process group.
+    """
+
+    environment: dict[str, str]
+    torchs: Tensor = field(default_factory=torch.get_rng_state)
+    numpys: Any = field(default_factory=np.random.get_state)
+    pythons: Any = field(default_factory=random.getstate)
+    scripts: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def now(cls, names: dict[str, str]) -> _OwnOfAProcess:
+        own = cls({name: os.environ[name] for name in names if name in os.environ})
+        own.scripts = process_state.current_scripts[:]
+        return own
+
+    def restore(self) -> None:
+        os.environ.update(self.environment)
+        torch.set_rng_state(self.torchs)
+        np.random.set_state(self.numpys)
+        random.setstate(self.pythons)
+        process_state.current_scripts[:] = self.scripts
+
+
+class _Turns:
+    """Lets one thread run at a time. ``failure``: why the ranks were given up."""
+
+    def __init__(self, world_size: int) -> None:
+        self.here = _Here()
+        self.failure: SimulatedRankFailed | None = None
+        self._locks = [threading.Semaphore(0) for _ in range(world_size)]
+        self._ready = deque(range(world_size))
+        self._waiting: dict[int, tuple[Callable[[], str], object]] = {}
+        self._ended: set[int] = set()
+
+    def begin(self) -> None:
+        """Let the first rank run."""
+        self._next()
+
+    @contextmanager
+    def of(self, rank: int, environment: dict[str, str]) -> Iterator[None]:
+        """The life of a rank, from its first turn on. If it fails, all others are given up."""
+        self.here.rank = rank
+        self._locks[rank].acquire()
+        try:
+            if self.failure is None:
+                _OwnOfAProcess(environment).restore()
+                yield
+        except _Abandoned:
+            pass
+        except SimulatedRankFailed as failure:
+            self._give_up(failure)
+        except BaseException as error:
+            described = messages.describe_exception(error)
+            what = described["what"].splitlines()[-1]
+            at = f" at {described['line']}" if described["line"] else ""
+            self._give_up(SimulatedRankFailed(f"{what}{at}", rank, described["detail"]))
+        finally:
+            self._ended.add(rank)
+            self._next()
+
+    def wait(self, what_for: Callable[[], str], key: object = None) -> None:
+        """Let others run, until ``go_on`` has called this rank. ``what_for``: says it in words."""
+        rank = self.here.rank
+        own = _OwnOfAProcess.now(torchrun_names)
+        self._waiting[rank] = (what_for, key)
+        self._next()
+        self._locks[rank].acquire()
+        if self.failure is not None:
+            raise _Abandoned
+        own.restore()
+
+    def go_on(self, ranks: Any, who_wait_for: object = None) -> None:
+        """These ranks may run again, as far as they wait for this."""
+        for rank in ranks:
+            if rank in self._waiting and self._waiting[rank][1] == who_wait_for:
+                del self._waiting[rank]
+                self._ready.append(rank)
+
+    def _next(self) -> None:
+        if not self._ready and self._waiting:
+            self._give_up(SimulatedRankFailed(self._why_nobody_runs()))
+        if self._ready:
+            self._locks[self._ready.popleft()].release()
+
+    def _give_up(self, failure: SimulatedRankFailed) -> None:
+        self.failure = self.failure or failure
+        self._ready.extend(self._waiting)
+        self._waiting.clear()
+
+    def _why_nobody_runs(self) -> str:
+        by_reason: dict[str, list[int]] = {}
+        for rank, (what_for, _) in sorted(self._waiting.items()):
+            by_reason.setdefault(what_for(), []).append(rank)
+        waits = [f"{names_of(ranks)} for {why}" for why, ranks in by_reason.items()]
+        ended = f"; {names_of(sorted(self._ended))} ended" if self._ended else ""
+        return f"the ranks wait for ever: {'; '.join(waits)}{ended}"
+
+
+torchrun_names = dict.fromkeys(torchrun_environment(RankPlace(0, 0, 0, 1, 1, 1), 1), "")
+"""The variables of which each rank has its own values."""
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Such as "rank 3", "ranks 0 to 7", "ranks 0, 8 ... 1016 (128 ranks)"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    step = ranks[1] - ranks[0]
+    if step == 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)} ranks)"
+
+
+# One collective: its ranks come one after the other, and the last one moves the data.
+
+
+class _Joined(NamedTuple):
+    """``collective``: as torch's groups for threads describe it. ``data``: the tensors that the
+    rank gave. ``at``: the line of the user's that issued it; "" if there is none.
+    """
+
+    collective: Any
+    data: Any
+    at: str
+
+
+@dataclass
+class _Meeting:
+    """One collective of a group. ``joined``: place in the group -> what this rank issued."""
+
+    ranks: tuple[int, ...]
+    joined: dict[int, _Joined] = field(default_factory=dict)
+
+    def missing(self) -> str:
+        """Which ranks it waits for, in words."""
+        missing = [rank for place, rank in enumerate(self.ranks) if place not in self.joined]
+        first = next(iter(self.joined.values()))
+        at = f" at {first.at}" if first.at else ""
+        return f"{names_of(missing)} in {_name(first.collective)} of {names_of(self.ranks)}{at}"
+
+    def described(self) -> SimulatedCollective:
+        """The collective, as the first rank of the group issued it."""
+        collective, data, _ = self.joined[0]
+        largest = max((one.numel() for one in _given(collective, data)), default=0)
+        return SimulatedCollective(_name(collective), _reduction(collective), self.ranks, largest)
+
+    def work(self) -> None:
+        """Move the data. Raises SimulatedRankFailed if the ranks issued different collectives."""
+        in_order = [self.joined[place] for place in range(len(self.ranks))]
+        issued: dict[str, list[int]] = {}
+        for place, one in enumerate(in_order):
+            issued.setdefault(_in_words(one), []).append(place)
+        if len(issued) > 1:
+            each = "; ".join(
+                f"{names_of([self.ranks[place] for place in places])} in {words}"
+                + (f" at {in_order[places[0]].at}" if in_order[places[0]].at else "")
+                for words, places in issued.items()
+            )
+            raise SimulatedRankFailed(f"ranks of a group are in different collectives: {each}")
+        collective, data = in_order[0].collective, [one.data for one in in_order]
+        kind = _KINDS.get(type(collective).__name__)
+        with torch.no_grad():
+            if kind is None:
+                collective.work(data)
+            else:
+                kind.work(collective, data)
+
+
+class _Kind(NamedTuple):
+    """A collective that all ranks issue with tensors of the same shapes. ``given``: these tensors.
+    ``work``: moves them, as torch's groups for threads do, but in few calls: with a thousand ranks,
+    an all-gather has a million pairs.
+    """
+
+    given: Callable[[Any], list[Tensor]]
+    work: Callable[[Any, list[Any]], None]
+
+
+def _all_reduce(collective: Any, data: list[Any]) -> None:
+    reduce = _torchs()._reduce_ops[collective.op]
+    for of_ranks in zip(*data, strict=True):
+        if of_ranks[0].is_sparse:  # a detached one has indices of its own, so copy to itself
+            if collective.op != dist.ReduceOp.SUM:
+                raise NotImplementedError(f"{_reduction(collective)} of sparse tensors")
+            total = sum(of_ranks[1:], start=of_ranks[0])
+            for one in of_ranks:
+                one.copy_(total)
+            continue
+        flat = [one.detach() for one in of_ranks]
+        torch._foreach_copy_(flat, [reduce(flat)] * len(flat))
+
+
+def _all_gather(_: Any, data: list[Any]) -> None:
+    gathered = [given[0].detach() for _, given in data]
+    for outputs, _ in data:
+        torch._foreach_copy_([one.detach() for one in outputs[0]], gathered)
+
+
+def _all_gather_flat(_: Any, data: list[Any]) -> None:
+    whole = torch.cat([given.detach().reshape(-1) for _, given in data])
+    for output, _ in data:
+        output.detach().view(-1).copy_(whole)
+
+
+def _broadcast(collective: Any, data: list[Any]) -> None:
+    for of_ranks in zip(*data, strict=True):
+        source = of_ranks[collective.src].detach()
+        others = [one.detach() for place, one in enumerate(of_ranks) if place != collective.src]
+        if others:
+            torch._foreach_copy_(others, [source] * len(others))
+
+
+def _reduce(collective: Any, data: list[Any]) -> None:
+    for of_ranks in zip(*data, strict=True):
+        total = _torchs()._reduce_ops[collective.op]([one.detach() for one in of_ranks])
+        of_ranks[collective.root].detach().copy_(total)
+
+
+def _reduce_scatter(collective: Any, data: list[Any]) -> None:
+    mean = collective.op == dist.ReduceOp.AVG
+    for place, (outputs, _) in enumerate(data):
+        parts = torch.stack([given[0][place].detach() for _, given in data])
+        outputs[0].detach().copy_(parts.mean(0) if mean else parts.sum(0))
+
+
+def _reduce_scatter_flat(collective: Any, data: list[Any]) -> None:
+    given = torch.stack([given.detach().reshape(-1) for _, given in data])
+    total = given.mean(0) if collective.op == dist.ReduceOp.AVG else given.sum(0)
+    for (output, _), part in zip(data, total.chunk(len(data)), strict=True):
+        output.detach().view(-1).copy_(part)
+
+
+_KINDS = {
+    "AllGatherFlat": _Kind(lambda data: [data[1]], _all_gather_flat),
+    "ReduceScatterFlat": _Kind(lambda data: [data[1]], _reduce_scatter_flat),
+    "AllReduce": _Kind(list, _all_reduce),
+    "AllGather": _Kind(lambda data: list(data[1]), _all_gather),
+    "Reduce": _Kind(list, _reduce),
+    "Broadcast": _Kind(list, _broadcast),
+    "ReduceScatter": _Kind(lambda data: list(data[1][0]), _reduce_scatter),
+}
+
+
+def _given(collective: Any, data: Any) -> list[Tensor]:
+    kind = _KINDS.get(type(collective).__name__)
+    if kind is not None:
+        return kind.given(data)
+    return [one for one in pytree.tree_leaves(data) if isinstance(one, Tensor)]
+
+
+def _name(collective: Any) -> str:
+    """The name of the function of ``torch.distributed`` that issues it."""
+    kind = type(collective).__name__
+    return NAMES.get(kind, re.sub("(?<=[a-z])(?=[A-Z])", "_", kind).lower())
+
+
+def _reduction(collective: Any) -> str:
+    op = getattr(collective, "op", None)
+    return "" if op is None else str(getattr(op, "op", op)).rpartition(".")[2]
+
+
+def _in_words(joined: _Joined) -> str:
+    """The collective, and what must be the same on all ranks of its group."""
+    name, kind = _name(joined.collective), _KINDS.get(type(joined.collective).__name__)
+    if kind is None:  # each rank may give something else
+        return name
+    shapes = {one.shape: one.dtype for one in kind.given(joined.data)}
+    of = ", ".join(f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in shapes.items())
+    return " ".join(filter(None, (name, _reduction(joined.collective), f"of {of}")))
+
+
+# Gives torch groups for threads while a world runs.
+
+
+def _torchs() -> Any:
+    """Torch's groups for threads: a module of its own tests, which nothing else needs."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    return multi_threaded_pg
+
+
+_worlds: list[SimulatedWorld[Any]] = []
+"""The world that runs now, if one runs."""
+
+
+@contextmanager
+def _groups_for_threads(world: SimulatedWorld[Any]) -> Iterator[None]:
+    """Inside the block each thread has process groups of its own, which meet in ``world``."""
+    c10d: Any = torch._C._distributed_c10d
+    torchs, isolate = _torchs(), c10d._set_thread_isolation_mode
+    group = torchs.ProcessLocalGroup
+    process_state.replace_functions()
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+    scripts, environment = process_state.current_scripts[:], dict(os.environ)
+    _worlds.append(world)
+    torchs._install_threaded_pg()
+    isolate(True)
+    try:
+        with (
+            patch.object(group, "_start_coll", staticmethod(_Joining)),
+            patch.object(group, "_end_coll", staticmethod(lambda *_: None)),
+            patch.object(dist, "new_group", _new_group),
+            patch.object(dist.distributed_c10d, "new_group", _new_group),
+        ):
+            yield
+    finally:
+        isolate(False)
+        torchs._uninstall_threaded_pg()
+        _worlds.pop()
+        process_state.current_scripts[:] = scripts
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class _Joining(NamedTuple):
+    """A collective that a rank is about to take part in. Torch's groups call ``join``."""
+
+    collective: Any
+    group: Any
+
+    def join(self, _: int, data: Any) -> Any:
+        return _worlds[-1].meet(self.group, self.collective, data)
+
+
+_torchs_new_group = dist.new_group
+
+
+@wraps(_torchs_new_group)
+@counts_as_torch
+def _new_group(*arguments: Any, **named: Any) -> Any:
+    """Make a group of threads, whatever backend the step asks for."""
+    named |= dict(zip(("ranks", "timeout"), arguments, strict=False)) | {"backend": None}
+    return _torchs_new_group(**named)
+
+
+def _make_group(_store: object, rank: int, world_size: int, _timeout: object) -> Any:
+    return _group_class()(rank, world_size)
+
+
+@cache
+def _group_class() -> Any:
+    """Torch's groups for threads, and what they lack."""
+
+    class Group(_torchs().ProcessLocalGroup):  # type: ignore[misc]
+        def getBackendName(self) -> str:  # noqa: N802
+            return BACKEND
+
+        def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
+            return _worlds[-1].meet(self, AllGatherFlat(), (output, given))
+
+        def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any) -> Any:
+            return _worlds[-1].meet(self, ReduceScatterFlat(options.reduceOp), (output, given))
+
+        # Torch called the two methods otherwise before version 2.13.
+        _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+        def reduce(self, tensors: list[Tensor], options: Any) -> Any:
+            op = getattr(options.reduceOp, "op", options.reduceOp)
+            return _worlds[-1].meet(self, Reduce(op, options.rootRank), tensors)
+
+        def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+            return _worlds[-1].send(tensors, dist.get_global_rank(self, to), tag)
+
+        def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Any:
+            return _Receiving(tensors, dist.get_global_rank(self, sender), tag)
+
+    return Group
+
+
+NAMES = {
+    "AllGatherFlat": "all_gather_into_tensor",
+    "ReduceScatterFlat": "reduce_scatter_tensor",
+    "AllToAll": "all_to_all",
+    "AllToAllBase": "all_to_all_single",
+}
+"""Names that do not follow from those of the classes."""
+
+
+class AllGatherFlat(NamedTuple):
+    """An all-gather into one tensor, which torch's groups for threads would cut into pieces."""
+
+
+class ReduceScatterFlat(NamedTuple):
+    """A reduce-scatter out of one tensor, likewise."""
+
+    op: Any
+
+
+class Reduce(NamedTuple):
+    """The collective that torch's groups for threads lack: only rank ``root`` gets the sum."""
+
+    op: Any
+    root: int
+
+
+class _Receiving(dist.Work):
+    """A message that a rank expects. Only ``wait`` lets others run, so that two may swap some."""
+
+    def __init__(self, tensors: list[Tensor], sender: int, tag: int) -> None:
+        super().__init__()
+        self._expected = (tensors, sender, tag)
+
+    def wait(self, *_: Any) -> bool:
+        _worlds[-1].receive(*self._expected)
+        return True
