@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from ddp_equivalence import Verdict, check, observe
+from ddp_equivalence.checking.simulated import simulate
+from ddp_equivalence.commands.simulate import whole
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.observed_scripts import launch
 from tests.combinations import one_of_each
@@ -36,6 +39,7 @@ RIGHT = {
 WRONG = {
     "examples/digits.py:step_with_scaled_loss": "sum_not_mean",
     "examples/gpt2_padded.py:step_rank_mean": "token_counts_weighted_equally",
+    "examples/divided_by_the_node.py": "divided_by_local_world_size",
     "examples/trainer_of_transformers.py:step_of_rank_means": "token_counts_weighted_equally",
 }
 LIBRARIES = {
@@ -113,6 +117,16 @@ def test_the_script_that_is_observed_is_judged_as_the_pages_show(
         start = "\n".join(line for line in report.splitlines()[:7])
         assert start in README
         assert f"{shown}{start.partition(chr(10))[2]}\n" in PAGE
+
+
+@pytest.mark.self_check
+def test_the_example_that_is_simulated_leaves_what_its_page_shows() -> None:
+    found = load(EXAMPLES / "divided_by_the_node.py", "step")
+    simulation = simulate(replace(found.case, layout="128x8"), found.step)
+    *lines, seconds = whole(simulation)
+    command = "$ ddp-equivalence simulate examples/divided_by_the_node.py --layout 128x8"
+    assert "\n".join((command, *lines)) in (CHECKOUT / "docs" / "scale.md").read_text("utf-8")
+    assert seconds.startswith("  in ")
 
 
 def verdict_on(target: str) -> Verdict:
