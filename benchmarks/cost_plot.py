@@ -1,4 +1,4 @@
-"""Draw the cost curves in three panels, each curve with its name beside it."""
+"""Draw the cost curves in four panels, each curve with its name beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ COLOURS = {SUITE: "#1b6ca8", FLOOR: "#767676"}
 
 @dataclass(frozen=True)
 class Panel:
-    """The panel of one curve. ``scale``: the number of its units in a second."""
+    """The panel of one curve: its seconds, in units of which one has ``scale``; or its gigabytes of
+    memory.
+    """
 
     curve: str
     title: str
@@ -22,13 +24,22 @@ class Panel:
     unit: str
     scale: float = 1.0
     logarithmic: bool = True
+    of_memory: bool = False
+
+    def value(self, point: Point) -> float:
+        """What the panel shows of a point."""
+        return point.megabytes / 1024 if self.of_memory else self.scale * point.seconds
 
 
 PANELS = (
     Panel("cases", "A run of more cases", "cases, on 2 ranks", "seconds a run", logarithmic=False),
     Panel("ranks", "A check on more ranks", "ranks", "milliseconds a check", scale=1000.0),
     Panel("parameters", "A check of a larger model", "parameters, on 2 ranks", "seconds a check"),
+    Panel("parameters", "Its memory", "parameters, on 2 ranks", "GiB", of_memory=True),
 )
+
+LEAST_GIGABYTES = 0.02
+"""Less is not drawn: it is lost in what a process takes anyway."""
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
@@ -39,9 +50,12 @@ def draw(points: Sequence[Point], path: Path) -> None:
     mpl.use("agg")
     # With a fixed salt the same data gives the same file.
     mpl.rcParams.update({"svg.hashsalt": "cost", "font.size": 9, "axes.titlesize": 10})
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(10.5, 3.3), layout="constrained")
+    figure, all_axes = pyplot.subplots(1, 4, figsize=(13.5, 3.3), layout="constrained")
     for axes, panel in zip(all_axes, PANELS, strict=True):
-        _draw_panel(axes, panel, [point for point in points if point.curve == panel.curve])
+        least = LEAST_GIGABYTES if panel.of_memory else 0.0
+        small = {point.at for point in points if panel.value(point) < least}
+        shown = [one for one in points if one.curve == panel.curve and one.at not in small]
+        _draw_panel(axes, panel, shown)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
     pyplot.close(figure)
 
@@ -50,7 +64,7 @@ def _draw_panel(axes: Any, panel: Panel, points: Sequence[Point]) -> None:
     places = sorted({point.at for point in points})
     curves = {
         program: [
-            panel.scale * point.seconds
+            panel.value(point)
             for point in sorted(points, key=lambda point: point.at)
             if point.program == program
         ]

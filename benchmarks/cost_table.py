@@ -13,7 +13,9 @@ SUITE, FLOOR = "this suite", "bare ranks"
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve: ``seconds`` is the median of ``timed`` measurements."""
+    """One point of a curve: ``seconds`` is the median of ``timed`` measurements. ``megabytes``: the
+    peak memory of all processes together, above that of a small check; 0 if it was not measured.
+    """
 
     curve: str
     at: int
@@ -22,6 +24,7 @@ class Point:
     lowest: float
     highest: float
     timed: int
+    megabytes: float = 0.0
 
 
 def write(points: Iterable[Point], path: Path) -> None:
@@ -46,6 +49,7 @@ def read(path: Path) -> list[Point]:
                 lowest=float(row["lowest"]),
                 highest=float(row["highest"]),
                 timed=int(row["timed"]),
+                megabytes=float(row.get("megabytes") or 0),
             )
             for row in csv.DictReader(file)
         ]

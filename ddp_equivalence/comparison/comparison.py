@@ -33,6 +33,9 @@ from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance, relati
 DIGITS = 32
 """So many hexadecimal digits of a digest are kept."""
 
+NARROW = 1e-3
+"""A limit up to this tells multiples apart, see ``is_a_whole_multiple``."""
+
 CERTAIN = 1000.0
 """A parameter that is so many times beyond its limit is wrong, however well it is rounded."""
 
@@ -168,6 +171,17 @@ class Comparison:
         )
 
     @property
+    def is_a_whole_multiple(self) -> bool:
+        """True if each parameter that differs is, on each rank, 2, 3 ... times the true gradient,
+        or 1/2, 1/3 ... of it, within its limit. Rounding may move a common factor, but not there.
+        """
+        return bool(self.differing) and all(
+            rank.within or is_whole_multiple(rank, one.limit.relative)
+            for one in self.differing
+            for rank in one.by_rank
+        )
+
+    @property
     def has_useless_limits(self) -> bool:
         """True if a parameter's limit lies above its gradient, which is more than rounding."""
         return any(one.norm > 0 and one.limit.is_useless for one in self.parameters)
@@ -195,6 +209,14 @@ class Comparison:
     def only_rounding(self) -> tuple[ParameterComparison, ...]:
         """The parameters whose true gradient is zero except for rounding."""
         return tuple(one for one in self.parameters if one.limit.only_rounding)
+
+
+def is_whole_multiple(error: RankError, limit: float) -> bool:
+    """True if the gradient is a whole multiple or part of the true one, within this limit."""
+    factor = max(error.factor, 1 / error.factor if error.factor else 0.0)
+    if not (math.isfinite(factor) and limit < NARROW and error.unexplained <= limit):
+        return False
+    return round(factor) >= 2 and abs(factor - round(factor)) <= limit * factor
 
 
 def _how_wrong(parameter: ParameterComparison) -> tuple[float, float]:

@@ -70,7 +70,16 @@ def shares_of(view: View) -> Shares | NoShares:
     shards = view.parts.examples_by_rank
     examples = sorted({index for shard in shards for index in shard})
     elements = len(fitted_positions(view))
+
+    def by_pieces(fit: ShareFit, pieces: Sequence[Indices], name: str, why_not: str) -> Shares:
+        piece_of = {index: n for n, piece in enumerate(pieces) for index in piece}
+        return _shares(view, fit, name, piece_of, None, why_not)
+
     fit: ShareFit | NoShares
+    if not view.parameters.sample.is_whole:  # the gradient of each piece takes long
+        fit = _fit_in_time(view, shards, "ranks", BY_RANK)
+        if isinstance(fit, ShareFit):
+            return by_pieces(fit, shards, "ranks", "the model is large, and ranks explain it")
     if len(examples) > MAX_EXAMPLES or len(examples) * elements > MAX_VALUES:
         fit = NoShares(f"{len(examples)} examples are too many to fit one by one")
     else:
@@ -85,8 +94,7 @@ def shares_of(view: View) -> Shares | NoShares:
     for pieces, name in (*coarser, (shards, "ranks")):
         fit = _fit_in_time(view, pieces, name, BY_RANK)
         if isinstance(fit, ShareFit):
-            piece_of = {index: n for n, piece in enumerate(pieces) for index in piece}
-            return _shares(view, fit, name, piece_of, None, why_not_examples)
+            return by_pieces(fit, pieces, name, why_not_examples)
     return fit
 
 

@@ -239,7 +239,7 @@ def finished(
     ``on_device``: the rounding on a device of the ranks, if it was measured in all runs.
     """
     comparison = comparator.finish({}, autocast)
-    if comparison.same:
+    if comparison.same or comparison.is_a_whole_multiple:
         return comparison
     # Something is beyond the least limit. Measure rounding and apply the limits that follow.
     rounding = expected.rounding_under(autocast)

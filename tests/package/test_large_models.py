@@ -23,6 +23,7 @@ from ddp_equivalence import Case, Rank, Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.checking import large_models
 from ddp_equivalence.checking.large_models import BigBatch
+from ddp_equivalence.comparison import rounding
 from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.report.evidence import BY_THE_RANKS
@@ -146,6 +147,27 @@ def test_ranks_that_compare_their_own_gradients_come_to_the_same_report(
     if outcome == "same":
         assert texts[1].count(BY_THE_RANKS) == 1
     assert re.sub(re.escape(BY_THE_RANKS), "", texts[1]) == texts[0]
+
+
+def test_rounding_is_not_measured_where_the_ranks_hold_a_multiple(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The big batch of a large model takes long, and measuring rounding three times as long."""
+    measured: list[object] = []
+
+    def measure_rounding(*arguments: Any, **named: Any) -> Any:
+        measured.append(arguments)
+        return whole(*arguments, **named)
+
+    whole = rounding.measure_rounding
+    monkeypatch.setattr(rounding, "measure_rounding", measure_rounding)
+    case = Case(model=build, batch=rows, loss=loss, layout="1x2", dtype=torch.float32)
+    for step, takes_rounding in ((summed, False), (scaled_in_places, True)):
+        measured.clear()
+        with settings.using(settings.replaced(compared_by_ranks=True, trial_seconds=0.0)):
+            verdict = check(case, step)
+        assert verdict.outcome == "different"
+        assert bool(measured) is takes_rounding, step
 
 
 def test_a_small_model_sends_its_gradients_and_a_large_one_compares_them(
