@@ -8,6 +8,7 @@ from ddp_equivalence.strategies import (
     ddp_checkpointed,
     ddp_gathered,
     ddp_global_mean,
+    ddp_join,
     ddp_mean,
     ddp_static_graph,
     ddp_sum,
@@ -18,7 +19,9 @@ from ddp_equivalence.strategies import (
     hybrid,
     hybrid_data_parallel,
     manual_all_reduce,
+    post_local_sgd,
     replicate,
+    zero,
 )
 from ddp_equivalence.strategies.strategy import Strategy
 
@@ -41,6 +44,9 @@ STRATEGIES: dict[str, Strategy] = {
         replicate.STRATEGY,
         fsdp2.STRATEGY,
         hsdp.STRATEGY,
+        zero.STRATEGY,
+        ddp_join.STRATEGY,
+        post_local_sgd.STRATEGY,
         hybrid.STRATEGY,
         hybrid_data_parallel.STRATEGY,
     )

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -141,7 +142,7 @@ def _chosen(strategy: Strategy) -> Iterator[Trial]:
     if strategy.gpus_per_rank > 1:
         yield from _on_several_gpus(strategy)
         return
-    if strategy.has_the_rule_of:
+    if strategy.has_the_rule_of or strategy.tries_few_cases:
         yield from _of_another_way(strategy)
         return
     core = FEW_CORE if strategy.tries_few_pairs else CORE
@@ -183,14 +184,27 @@ def _of_another_way(strategy: Strategy) -> Iterator[Trial]:
     for name in MODELS_TREATED_OTHERWISE:
         loss = next(one for one in FEW_LOSSES if LOSSES[one].output == MODELS[name].output)
         if _is_tried(strategy, MODELS[name], LOSSES[loss]):
-            yield Trial(case_of(strategy, name, loss, "2x2"), strategy.name)
+            yield _trial(strategy, case_of(strategy, name, loss, "2x2"))
     for loss in ("mse_sum", "contrastive"):
-        yield Trial(case_of(strategy, "mlp", loss, "1x2"), strategy.name)
+        yield _trial(strategy, case_of(strategy, "mlp", loss, "1x2"))
     for layout in ("2x2-round-robin", EIGHT_GPUS):
-        yield Trial(case_of(strategy, *mlp, layout), strategy.name)
-    yield Trial(case_of(strategy, *mlp, "1x2", "uneven"), strategy.name)
-    yield Trial(case_of(strategy, *mlp, "1x2", dtype=torch.bfloat16), strategy.name)
+        yield _trial(strategy, case_of(strategy, *mlp, layout))
+    for layout, shards in (("1x2", "uneven"), *strategy.more_shards):
+        yield _trial(strategy, case_of(strategy, *mlp, layout, shards))
+    # In bfloat16, the rounding of the weights hides how far a few steps move them.
+    dtype = torch.float32 if strategy.trains else torch.bfloat16
+    yield _trial(strategy, case_of(strategy, *mlp, "1x2", dtype=dtype))
     yield Trial(case_of(strategy, *mlp, "1x2"), strategy.name, steps=2, compare="update")
+
+
+def _trial(strategy: Strategy, case: Case) -> Trial:
+    """The gradients of one step; or the weights after three steps, if the strategy trains. Where
+    the first update is wrong, the others show nothing more.
+    """
+    if not strategy.trains:
+        return Trial(case, strategy.name)
+    trained = Trial(case, strategy.name, steps=3, compare="update")
+    return trained if trained.cause is None else replace(trained, steps=1)
 
 
 def _main_layout(strategy: Strategy) -> str:

@@ -29,7 +29,8 @@ class Task:
 
     ``shards`` has one entry for every step: the examples that each rank is assigned in it.
     ``steps`` says how the case's batch is divided into the big batches of these steps. A strategy
-    writes evidence into ``notes`` that it really ran, such as the number of its replicas.
+    writes evidence into ``notes`` that it really ran, such as the number of its replicas. ``lr`` is
+    the learning rate of plain SGD, for strategies that train.
     """
 
     case: Case
@@ -38,6 +39,7 @@ class Task:
     shards: Sequence[Shards]
     notes: dict[str, Any] = field(default_factory=dict)
     steps: Steps = 1
+    lr: float = 0.1
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The value of the case's loss, as its user wrote it."""
@@ -106,6 +108,11 @@ class Strategy:
     has_the_rule_of: str = ""
     """Another strategy, whose rule this one follows in another way of computing. What the rule
     depends on is tried with that one, and here what the way of computing depends on."""
+    tries_few_cases: bool = False
+    """As few cases are tried, because the rule is that of another strategy with other parts."""
+    trains: bool = False
+    """The train step also steps with an optimizer of its own, which does what plain SGD does on one
+    device. Its trials compare how far the weights have moved."""
     takes: Callable[[CatalogueModel], bool] = lambda model: True
     """Says which models of the catalogue can be trained so."""
     shards_parameters: bool = False
