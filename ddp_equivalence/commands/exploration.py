@@ -329,7 +329,8 @@ def random_trials(strategy: str, promised: bool) -> Space[Trial]:
     layouts = [name for name in LAYOUTS if _layout_suits(strategy, name)]
     steps = (1, 2, 3, SHORTER_LAST)
     of_batch = (list(NAMED_SIZES), EXAMPLES, steps)
-    return Space((pairs, layouts, *of_batch, COMPARES, DTYPES, SEEDS), make)
+    compares = COMPARES[1:] if of.trains else COMPARES
+    return Space((pairs, layouts, *of_batch, compares, DTYPES, SEEDS), make)
 
 
 def _shows(trial: Trial, promised: bool) -> bool:
@@ -343,6 +344,8 @@ def _shows(trial: Trial, promised: bool) -> bool:
         return promised and trial.cause is None
     case = trial.case
     indices = split(case.shards, case.catalogue_examples, case.ranks.world_size).indices
+    if STRATEGIES[trial.strategy].ends_without_examples and not all(indices):
+        return False
     with_data = indices[:-1] if case.shards == "no_valid_token" else indices
     several_updates = trial.compare == "update" and trial.steps != 1
     return sum(map(bool, with_data)) > 1 and not several_updates

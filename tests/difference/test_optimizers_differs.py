@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence import check
+from ddp_equivalence import Case, check
 from ddp_equivalence.strategies.catalogue import Trial
 
 pytestmark = pytest.mark.difference
@@ -26,3 +26,8 @@ def test_ddp_join_differs_from_one_big_batch_under_its_known_name(trial: Trial) 
 def test_post_local_sgd_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
+
+
+def test_the_gradients_of_post_local_sgd_are_those_of_a_node() -> None:
+    verdict = check(Case(model="mlp", loss="mse_mean", layout="2x2"), "post_local_sgd")
+    assert (verdict.outcome, verdict.cause) == ("different", "nodes_not_reduced"), str(verdict)
