@@ -21,6 +21,7 @@ from ddp_equivalence.strategies import (
     manual_all_reduce,
     post_local_sgd,
     replicate,
+    tensor_parallel_2d,
     zero,
 )
 from ddp_equivalence.strategies.strategy import Strategy
@@ -44,6 +45,7 @@ STRATEGIES: dict[str, Strategy] = {
         replicate.STRATEGY,
         fsdp2.STRATEGY,
         hsdp.STRATEGY,
+        tensor_parallel_2d.STRATEGY,
         zero.STRATEGY,
         ddp_join.STRATEGY,
         post_local_sgd.STRATEGY,

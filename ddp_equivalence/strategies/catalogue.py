@@ -181,20 +181,21 @@ def _of_another_way(strategy: Strategy) -> Iterator[Trial]:
     with models that it may treat otherwise, where the rule is broken, and on other layouts.
     """
     mlp = ("mlp", "mse_mean")
+    few, many = ("2x2", "2x4") if strategy.needs_several_nodes else ("1x2", EIGHT_GPUS)
     for name in MODELS_TREATED_OTHERWISE:
         loss = next(one for one in FEW_LOSSES if LOSSES[one].output == MODELS[name].output)
         if _is_tried(strategy, MODELS[name], LOSSES[loss]):
             yield _trial(strategy, case_of(strategy, name, loss, "2x2"))
     for loss in ("mse_sum", "contrastive"):
-        yield _trial(strategy, case_of(strategy, "mlp", loss, "1x2"))
-    for layout in ("2x2-round-robin", EIGHT_GPUS):
+        yield _trial(strategy, case_of(strategy, "mlp", loss, few))
+    for layout in ("2x2-round-robin", many):
         yield _trial(strategy, case_of(strategy, *mlp, layout))
-    for layout, shards in (("1x2", "uneven"), *strategy.more_shards):
+    for layout, shards in ((few, "uneven"), *strategy.more_shards):
         yield _trial(strategy, case_of(strategy, *mlp, layout, shards))
     # In bfloat16, the rounding of the weights hides how far a few steps move them.
     dtype = torch.float32 if strategy.trains else torch.bfloat16
-    yield _trial(strategy, case_of(strategy, *mlp, "1x2", dtype=dtype))
-    yield Trial(case_of(strategy, *mlp, "1x2"), strategy.name, steps=2, compare="update")
+    yield _trial(strategy, case_of(strategy, *mlp, few, dtype=dtype))
+    yield Trial(case_of(strategy, *mlp, few), strategy.name, steps=2, compare="update")
 
 
 def _trial(strategy: Strategy, case: Case) -> Trial:

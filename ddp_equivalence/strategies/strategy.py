@@ -119,6 +119,8 @@ class Strategy:
     """Outside the forward pass, a rank has nothing but its shards of the parameters."""
     needs_even_nodes: bool = False
     """All nodes must have equally many ranks."""
+    needs_several_nodes: bool = False
+    """All ranks of a node compute with the same examples, so that one node reduces nothing."""
     ends_without_examples: bool = False
     """A rank without examples has ended, and the others average without it. Where their average is
     another gradient than that of the big batch, this has no name of its own."""
