@@ -122,12 +122,13 @@ def case_of(
     loss: str,
     layout: str,
     shards: str = "equal",
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
 ) -> Case:
     """The case on which the catalogue tries this strategy with this model and loss.
 
     If the strategy accumulates, its micro-batches are as large as the shards of other strategies.
     """
+    dtype = dtype or strategy.dtype
     case = Case(model=model, loss=loss, layout=layout, shards=shards, dtype=dtype)
     if not strategy.accumulates or "+" in shards:
         return case

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,6 +109,8 @@ class Strategy:
     has_the_rule_of: str = ""
     """Another strategy, whose rule this one follows in another way of computing. What the rule
     depends on is tried with that one, and here what the way of computing depends on."""
+    dtype: torch.dtype = torch.float64
+    """The dtype of most cases that are tried."""
     tries_few_cases: bool = False
     """As few cases are tried, because the rule is that of another strategy with other parts."""
     trains: bool = False

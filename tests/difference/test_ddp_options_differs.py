@@ -26,3 +26,21 @@ def test_ddp_checkpointed_differs_from_one_big_batch_under_its_known_name(trial:
 def test_replicate_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
+
+
+@pytest.mark.known_differences_of("ddp_autocast")
+def test_ddp_autocast_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+    verdict = check(trial.case, trial.strategy, **trial.options)
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
+
+
+@pytest.mark.known_differences_of("ddp_compiled")
+def test_ddp_compiled_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+    verdict = check(trial.case, trial.strategy, **trial.options)
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
+
+
+@pytest.mark.known_differences_of("power_sgd")
+def test_power_sgd_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+    verdict = check(trial.case, trial.strategy, **trial.options)
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
