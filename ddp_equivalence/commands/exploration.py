@@ -201,7 +201,7 @@ def _judged(verdict: Verdict, wrong: str, outcome: str = "", reason: str = "") -
 def _layout_suits(step: object, layout: str) -> bool:
     """A strategy of one process needs one node, and more than one replica: with a single replica it
     would only call the module. One with a mesh of nodes needs nodes with equally many ranks, or
-    several of them.
+    several of them. A slow one gets two ranks.
     """
     strategy, ranks = STRATEGIES.get(step) if isinstance(step, str) else None, parse(layout)
     if strategy is None:
@@ -209,6 +209,8 @@ def _layout_suits(step: object, layout: str) -> bool:
     if strategy.needs_even_nodes and not ranks.has_even_nodes:
         return False
     if strategy.needs_several_nodes and ranks.nodes == 1:
+        return False
+    if strategy.is_slow and ranks.world_size > 2:
         return False
     return not strategy.one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 

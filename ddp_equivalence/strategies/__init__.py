@@ -24,6 +24,7 @@ from ddp_equivalence.strategies import (
     post_local_sgd,
     power_sgd,
     replicate,
+    sync_batch_norm,
     tensor_parallel_2d,
     zero,
 )
@@ -48,6 +49,7 @@ STRATEGIES: dict[str, Strategy] = {
         ddp_autocast.STRATEGY,
         ddp_compiled.STRATEGY,
         power_sgd.STRATEGY,
+        sync_batch_norm.STRATEGY,
         replicate.STRATEGY,
         fsdp2.STRATEGY,
         hsdp.STRATEGY,

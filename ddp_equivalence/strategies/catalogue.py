@@ -60,9 +60,11 @@ FEW_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
 FEW_LOSSES = ("mse_mean", "token_mean")
 """The losses that strategies with few pairs try with other models: one for each kind of output."""
 
-MODELS_TREATED_OTHERWISE = ("mlp", "gru_tied", "frozen", "branch", "sparse_embedding")
+MODELS_TREATED_OTHERWISE = (
+    *("mlp", "gru_tied", "frozen", "branch", "sparse_embedding", "batch_norm"),
+)
 """Models with parameters that another way of computing may treat otherwise: shared ones, frozen
-ones, unused ones, and those with sparse gradients."""
+ones, unused ones, and those with sparse gradients; and one that couples examples."""
 
 WITH_COUPLED_LOSSES = ("mlp", "conv")
 """Models that are tried with losses that couple examples."""
@@ -186,10 +188,11 @@ def _of_another_way(strategy: Strategy) -> Iterator[Trial]:
     for name in MODELS_TREATED_OTHERWISE:
         loss = next(one for one in FEW_LOSSES if LOSSES[one].output == MODELS[name].output)
         if _is_tried(strategy, MODELS[name], LOSSES[loss]):
-            yield _trial(strategy, case_of(strategy, name, loss, "2x2"))
+            layout = few if strategy.is_slow else "2x2"
+            yield _trial(strategy, case_of(strategy, name, loss, layout))
     for loss in ("mse_sum", "contrastive"):
         yield _trial(strategy, case_of(strategy, "mlp", loss, few))
-    for layout in ("2x2-round-robin", many):
+    for layout in () if strategy.is_slow else ("2x2-round-robin", many):
         yield _trial(strategy, case_of(strategy, *mlp, layout))
     for layout, shards in ((few, "uneven"), *strategy.more_shards):
         yield _trial(strategy, case_of(strategy, *mlp, layout, shards))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence import assert_equivalent
+from ddp_equivalence import Case, assert_equivalent
 from ddp_equivalence.strategies.catalogue import Trial
+from ddp_equivalence.strategies.power_sgd import WHOLE_STEPS
 
 
 @pytest.mark.promise_of("ddp_static_graph")
@@ -35,4 +36,14 @@ def test_ddp_compiled_gives_the_gradients_of_one_big_batch(trial: Trial) -> None
 
 @pytest.mark.promise_of("power_sgd")
 def test_power_sgd_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+    assert_equivalent(trial.case, trial.strategy, **trial.options)
+
+
+def test_power_sgd_is_right_as_long_as_it_reduces_whole_gradients() -> None:
+    case = Case(model="mlp", loss="mse_mean", layout="1x2")
+    assert_equivalent(case, "power_sgd", steps=WHOLE_STEPS)
+
+
+@pytest.mark.promise_of("sync_batch_norm")
+def test_sync_batch_norm_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
     assert_equivalent(trial.case, trial.strategy, **trial.options)
