@@ -161,7 +161,9 @@ def _run_step(
         draws.watching() if draws else nullcontext(),
     ):
         run_of_step = RunOfStep(rank, work, model, held, races, planted, declared, observer)
-        gradients = run_of_step.train(Task(case, model, rank, shards, notes, work.steps, work.training.lr), given)
+        gradients = run_of_step.train(
+            Task(case, model, rank, shards, notes, work.steps, work.training.lr), given
+        )
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()

@@ -13,7 +13,7 @@ from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 def prepare(task: Task) -> TrainStep:
     torch._dynamo.reset()  # else what this rank compiled before counts towards torch's limit
     # This backend needs no compiler of C++, and compiles the backward pass, too.
-    compiled = torch.compile(task.wrap(), backend="aot_eager")
+    compiled: Any = torch.compile(task.wrap(), backend="aot_eager")
 
     def step(shard: Any) -> None:
         task.loss(compiled, shard).backward()

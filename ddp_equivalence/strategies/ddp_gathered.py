@@ -62,9 +62,7 @@ def gathered_batch(
     return map_tensors(lambda leaf: gather(leaf, sizes, group), shard), sizes
 
 
-def gather(
-    values: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None
-) -> Tensor:
+def gather(values: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
     """Join the values of all ranks along dim 0, in the order of ranks, so that gradients flow back.
 
     Rank r has ``sizes[r]`` values along dim 0. The collective needs equally many from each rank, so

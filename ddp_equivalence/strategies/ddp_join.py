@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.algorithms import Join
+from torch.distributed.algorithms.join import Join
 
 from ddp_equivalence.case.batch import count_examples
 from ddp_equivalence.strategies.sharded_batch import ShardedBatch

@@ -9,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from ddp_equivalence.strategies.ddp_mean import cause_of_difference
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
-
 WHOLE_STEPS = 4
 """So many steps reduce whole gradients. Torch demands two at least, and has a default of 1,000."""
 
@@ -26,9 +25,9 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="power_sgd",
-    promise="In the first steps DDP averages whole gradients, which gives those of the big batch if "
-    "the loss is a mean and every rank's loss divides by the same number; after these it averages "
-    "approximations of low rank, which are other gradients.",
+    promise="In its first steps DDP averages whole gradients, which gives those of the big batch "
+    "if the loss is a mean and every rank's loss divides by the same number; after these it "
+    "averages approximations of low rank, which are other gradients.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     has_the_rule_of="ddp_mean",

@@ -28,9 +28,9 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="sync_batch_norm",
-    promise="Batch norm takes the statistics of all ranks' examples, so that DDP's average over the "
-    "ranks is the gradient of the big batch, with batch norm as without, if the loss is a mean and "
-    "every rank's loss divides by the same number.",
+    promise="Batch norm takes the statistics of all ranks' examples, so that DDP's average over "
+    "the ranks is the gradient of the big batch, with batch norm as without, if the loss is a mean "
+    "and every rank's loss divides by the same number.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     lane="nccl",  # Torch has no SyncBatchNorm for the CPU.
