@@ -397,7 +397,7 @@ def lane_of(case: Case, strategy: Strategy | None, backend: str, must_run: Seque
         may_fall_back="nccl" not in must_run and NCCL_SHARED not in must_run,
     )
     if strategy is not None and strategy.lane is not None and lane.device_type == "cpu":
-        reason = missing(strategy.lane, case.ranks.world_size) or "needs a GPU, not the CPU"
+        reason = lane.reason or "needs CUDA devices, and gloo computes on the CPU"
         raise _cannot_run(strategy.lane, case, strategy, reason)
     return lane
 
