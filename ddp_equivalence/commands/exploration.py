@@ -200,12 +200,17 @@ def _judged(verdict: Verdict, wrong: str, outcome: str = "", reason: str = "") -
 
 def _layout_suits(step: object, layout: str) -> bool:
     """A strategy of one process needs one node, and more than one replica: with a single replica it
-    would only call the module. One with a mesh of nodes needs nodes with equally many ranks.
+    would only call the module. One with a mesh of nodes needs nodes with equally many ranks, or
+    several of them. A slow one gets two ranks.
     """
     strategy, ranks = STRATEGIES.get(step) if isinstance(step, str) else None, parse(layout)
     if strategy is None:
         return True
     if strategy.needs_even_nodes and not ranks.has_even_nodes:
+        return False
+    if strategy.needs_several_nodes and ranks.nodes == 1:
+        return False
+    if strategy.is_slow and ranks.world_size > 2:
         return False
     return not strategy.one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
@@ -329,7 +334,8 @@ def random_trials(strategy: str, promised: bool) -> Space[Trial]:
     layouts = [name for name in LAYOUTS if _layout_suits(strategy, name)]
     steps = (1, 2, 3, SHORTER_LAST)
     of_batch = (list(NAMED_SIZES), EXAMPLES, steps)
-    return Space((pairs, layouts, *of_batch, COMPARES, DTYPES, SEEDS), make)
+    compares = COMPARES[1:] if of.trains else COMPARES
+    return Space((pairs, layouts, *of_batch, compares, DTYPES, SEEDS), make)
 
 
 def _shows(trial: Trial, promised: bool) -> bool:
@@ -343,6 +349,8 @@ def _shows(trial: Trial, promised: bool) -> bool:
         return promised and trial.cause is None
     case = trial.case
     indices = split(case.shards, case.catalogue_examples, case.ranks.world_size).indices
+    if STRATEGIES[trial.strategy].ends_without_examples and not all(indices):
+        return False
     with_data = indices[:-1] if case.shards == "no_valid_token" else indices
     several_updates = trial.compare == "update" and trial.steps != 1
     return sum(map(bool, with_data)) > 1 and not several_updates

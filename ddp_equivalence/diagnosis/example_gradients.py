@@ -370,6 +370,11 @@ class BatchParts:
         """For every rank, the examples of all its parts; empty where the parts are not known."""
         return [tuple(index for part in parts for index in part) for parts in self.by_rank or ()]
 
+    @property
+    def distinct(self) -> tuple[Indices, ...]:
+        """All parts; one that several ranks compute together comes once."""
+        return tuple(dict.fromkeys(part for parts in self.by_rank or () for part in parts))
+
     def contributions(self) -> Tensor | None:
         """The mean gradient of each rank's parts, shape (world size, elements); None if unknown."""
         if self.by_rank is None:
@@ -380,7 +385,7 @@ class BatchParts:
         """The sum of the gradients of all parts, shape (elements,); None if they are unknown."""
         if self.by_rank is None:
             return None
-        return torch.stack([g for parts in self.by_rank for g in self._gradients(parts)]).sum(0)
+        return torch.stack(self._gradients(self.distinct)).sum(0)
 
     @cached_property
     def add_up_to_the_big_batch(self) -> bool:
@@ -391,8 +396,7 @@ class BatchParts:
         total = self.total()
         if total is None:
             return False
-        gradients = [g for parts in self.by_rank or () for g in self._gradients(parts)]
-        several = sum(bool(gradient.any()) for gradient in gradients) > 1
+        several = sum(bool(one.any()) for one in self._gradients(self.distinct)) > 1
         return several and nearly_equal(total, self.examples.expected)
 
     def _gradients(self, parts: tuple[Indices, ...]) -> list[Tensor]:

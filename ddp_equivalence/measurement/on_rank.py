@@ -161,7 +161,9 @@ def _run_step(
         draws.watching() if draws else nullcontext(),
     ):
         run_of_step = RunOfStep(rank, work, model, held, races, planted, declared, observer)
-        gradients = run_of_step.train(Task(case, model, rank, shards, notes, work.steps), given)
+        gradients = run_of_step.train(
+            Task(case, model, rank, shards, notes, work.steps, work.training.lr), given
+        )
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
@@ -325,7 +327,7 @@ class RunOfStep:
     def _run_trainer(
         self, step: TrainStep, given: list[Any], before: Mapping[str, Tensor]
     ) -> dict[GradientKey, Tensor | None]:
-        """Run a user's step that trains by itself, and take what it did to the weights."""
+        """Run a step that trains by itself, and take what it did to the weights."""
         work = self._work
         record = self._record() if work.at_each_step else None
         count: StepCount = record or StepCount()

@@ -394,12 +394,16 @@ def lane_of(case: Case, strategy: Strategy | None, backend: str, must_run: Seque
     if strategy is not None and strategy.gpus_per_rank > 1:
         return _lane_of_several_gpus(case, strategy)
     model = MODELS.get(case.model) if isinstance(case.model, str) else None
-    return choose(
+    lane = choose(
         case.ranks,
         backend,
         sparse_gradients=model is not None and model.sparse_gradients,
         may_fall_back="nccl" not in must_run and NCCL_SHARED not in must_run,
     )
+    if strategy is not None and strategy.lane is not None and lane.device_type == "cpu":
+        reason = lane.reason or "needs CUDA devices, and gloo computes on the CPU"
+        raise _cannot_run(strategy.lane, case, strategy, reason)
+    return lane
 
 
 def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
@@ -433,8 +437,12 @@ def _require(lane: str, case: Case, strategy: Strategy) -> None:
     """Raises CannotRunHere if this machine lacks the lane for the case."""
     reason = missing(lane, case.ranks.world_size, strategy.gpus_per_rank)
     if reason is not None:
-        right = f"one that this machine can run: {strategy.name} {reason}"
-        raise CannotRunHere("layout", case.layout, right, lane, case.layout, reason)
+        raise _cannot_run(lane, case, strategy, reason)
+
+
+def _cannot_run(lane: str, case: Case, strategy: Strategy, reason: str) -> CannotRunHere:
+    right = f"one that this machine can run: {strategy.name} {reason}"
+    return CannotRunHere("layout", case.layout, right, lane, case.layout, reason)
 
 
 @contextmanager

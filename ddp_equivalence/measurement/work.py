@@ -26,6 +26,7 @@ from ddp_equivalence.measurement.operation_log import Autocast
 from ddp_equivalence.measurement.returned import Tf32
 from ddp_equivalence.ranks.collectives import Collective, MissedWait
 from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.strategies import STRATEGIES
 
 Step = (
     Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
@@ -72,14 +73,15 @@ class Work:
 
     @property
     def trains(self) -> bool:
-        """True if the step is the user's own and steps with an optimizer of its own."""
-        of_the_user = not isinstance(self.step, str)
-        return of_the_user and (self.compare == "update" or self.at_each_step)
+        """True if the step steps with an optimizer of its own."""
+        if isinstance(self.step, str):
+            return STRATEGIES[self.step].trains and self.compare == "update"
+        return self.compare == "update" or self.at_each_step
 
     @property
     def is_given_all_at_once(self) -> bool:
-        """True if the step is called once, with the examples of all big batches."""
-        return self.trains and not is_prepared(self.step)
+        """True if the step is the user's own and is called once, with all big batches' examples."""
+        return self.trains and not (isinstance(self.step, str) or is_prepared(self.step))
 
     @property
     def keeps_weights(self) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from ddp_equivalence.strategies import (
     data_parallel,
     ddp_accumulation,
+    ddp_autocast,
     ddp_checkpointed,
+    ddp_compiled,
     ddp_gathered,
     ddp_global_mean,
+    ddp_join,
     ddp_mean,
     ddp_static_graph,
     ddp_sum,
@@ -18,7 +21,12 @@ from ddp_equivalence.strategies import (
     hybrid,
     hybrid_data_parallel,
     manual_all_reduce,
+    post_local_sgd,
+    power_sgd,
     replicate,
+    sync_batch_norm,
+    tensor_parallel_2d,
+    zero,
 )
 from ddp_equivalence.strategies.strategy import Strategy
 
@@ -38,9 +46,17 @@ STRATEGIES: dict[str, Strategy] = {
         manual_all_reduce.SUM,
         ddp_static_graph.STRATEGY,
         ddp_checkpointed.STRATEGY,
+        ddp_autocast.STRATEGY,
+        ddp_compiled.STRATEGY,
+        power_sgd.STRATEGY,
+        sync_batch_norm.STRATEGY,
         replicate.STRATEGY,
         fsdp2.STRATEGY,
         hsdp.STRATEGY,
+        tensor_parallel_2d.STRATEGY,
+        zero.STRATEGY,
+        ddp_join.STRATEGY,
+        post_local_sgd.STRATEGY,
         hybrid.STRATEGY,
         hybrid_data_parallel.STRATEGY,
     )

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -59,9 +60,11 @@ FEW_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
 FEW_LOSSES = ("mse_mean", "token_mean")
 """The losses that strategies with few pairs try with other models: one for each kind of output."""
 
-MODELS_TREATED_OTHERWISE = ("mlp", "gru_tied", "frozen", "branch", "sparse_embedding")
+MODELS_TREATED_OTHERWISE = (
+    *("mlp", "gru_tied", "frozen", "branch", "sparse_embedding", "batch_norm"),
+)
 """Models with parameters that another way of computing may treat otherwise: shared ones, frozen
-ones, unused ones, and those with sparse gradients."""
+ones, unused ones, and those with sparse gradients; and one that couples examples."""
 
 WITH_COUPLED_LOSSES = ("mlp", "conv")
 """Models that are tried with losses that couple examples."""
@@ -121,12 +124,13 @@ def case_of(
     loss: str,
     layout: str,
     shards: str = "equal",
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
 ) -> Case:
     """The case on which the catalogue tries this strategy with this model and loss.
 
     If the strategy accumulates, its micro-batches are as large as the shards of other strategies.
     """
+    dtype = dtype or strategy.dtype
     case = Case(model=model, loss=loss, layout=layout, shards=shards, dtype=dtype)
     if not strategy.accumulates or "+" in shards:
         return case
@@ -141,7 +145,7 @@ def _chosen(strategy: Strategy) -> Iterator[Trial]:
     if strategy.gpus_per_rank > 1:
         yield from _on_several_gpus(strategy)
         return
-    if strategy.has_the_rule_of:
+    if strategy.has_the_rule_of or strategy.tries_few_cases:
         yield from _of_another_way(strategy)
         return
     core = FEW_CORE if strategy.tries_few_pairs else CORE
@@ -180,17 +184,32 @@ def _of_another_way(strategy: Strategy) -> Iterator[Trial]:
     with models that it may treat otherwise, where the rule is broken, and on other layouts.
     """
     mlp = ("mlp", "mse_mean")
+    few, many = ("2x2", "2x4") if strategy.needs_several_nodes else ("1x2", EIGHT_GPUS)
     for name in MODELS_TREATED_OTHERWISE:
         loss = next(one for one in FEW_LOSSES if LOSSES[one].output == MODELS[name].output)
         if _is_tried(strategy, MODELS[name], LOSSES[loss]):
-            yield Trial(case_of(strategy, name, loss, "2x2"), strategy.name)
+            layout = few if strategy.is_slow else "2x2"
+            yield _trial(strategy, case_of(strategy, name, loss, layout))
     for loss in ("mse_sum", "contrastive"):
-        yield Trial(case_of(strategy, "mlp", loss, "1x2"), strategy.name)
-    for layout in ("2x2-round-robin", EIGHT_GPUS):
-        yield Trial(case_of(strategy, *mlp, layout), strategy.name)
-    yield Trial(case_of(strategy, *mlp, "1x2", "uneven"), strategy.name)
-    yield Trial(case_of(strategy, *mlp, "1x2", dtype=torch.bfloat16), strategy.name)
-    yield Trial(case_of(strategy, *mlp, "1x2"), strategy.name, steps=2, compare="update")
+        yield _trial(strategy, case_of(strategy, "mlp", loss, few))
+    for layout in () if strategy.is_slow else ("2x2-round-robin", many):
+        yield _trial(strategy, case_of(strategy, *mlp, layout))
+    for layout, shards in ((few, "uneven"), *strategy.more_shards):
+        yield _trial(strategy, case_of(strategy, *mlp, layout, shards))
+    # In bfloat16, the rounding of the weights hides how far a few steps move them.
+    dtype = torch.float32 if strategy.trains else torch.bfloat16
+    yield _trial(strategy, case_of(strategy, *mlp, few, dtype=dtype))
+    yield Trial(case_of(strategy, *mlp, few), strategy.name, steps=2, compare="update")
+
+
+def _trial(strategy: Strategy, case: Case) -> Trial:
+    """The gradients of one step; or the weights after three steps, if the strategy trains. Where
+    the first update is wrong, the others show nothing more.
+    """
+    if not strategy.trains:
+        return Trial(case, strategy.name)
+    trained = Trial(case, strategy.name, steps=3, compare="update")
+    return trained if trained.cause is None else replace(trained, steps=1)
 
 
 def _main_layout(strategy: Strategy) -> str:

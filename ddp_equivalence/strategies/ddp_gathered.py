@@ -44,9 +44,7 @@ def prepare(task: Task) -> TrainStep:
     gathered = Gathered(task.wrap(), task.rank.rank)
 
     def step(shard: Any) -> None:
-        own = torch.tensor([count_examples(shard)], device=task.rank.device)
-        gathered.sizes = gather(own, [1] * task.rank.world_size).tolist()
-        batch = map_tensors(lambda leaf: gather(leaf, gathered.sizes), shard)
+        batch, gathered.sizes = gathered_batch(shard, task.rank.device)
         # Every rank computes the loss of the big batch. In backward, each rank's outputs get the
         # sum of the gradients from all ranks, which is world size times the gradient. DDP's
         # average divides by the world size again.
@@ -55,7 +53,16 @@ def prepare(task: Task) -> TrainStep:
     return step
 
 
-def gather(values: Tensor, sizes: Sequence[int]) -> Tensor:
+def gathered_batch(
+    shard: Any, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[Any, Sequence[int]]:
+    """The examples of all ranks of the group, and how many each of them has."""
+    own = torch.tensor([count_examples(shard)], device=device)
+    sizes = gather(own, [1] * dist.get_world_size(group), group).tolist()
+    return map_tensors(lambda leaf: gather(leaf, sizes, group), shard), sizes
+
+
+def gather(values: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
     """Join the values of all ranks along dim 0, in the order of ranks, so that gradients flow back.
 
     Rank r has ``sizes[r]`` values along dim 0. The collective needs equally many from each rank, so
@@ -66,7 +73,7 @@ def gather(values: Tensor, sizes: Sequence[int]) -> Tensor:
     with warnings.catch_warnings():
         # torch 2.13 advises another function, which the oldest supported torch does not have.
         warnings.simplefilter("ignore", FutureWarning)
-        parts = collectives.all_gather(padded, group=dist.group.WORLD)
+        parts = collectives.all_gather(padded, group=group or dist.group.WORLD)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 

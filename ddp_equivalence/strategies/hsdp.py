@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 def prepare(task: Task) -> TrainStep:
-    layout, device = task.case.ranks, task.rank.device.type
-    shard_layers(task.model, mesh=_mesh_of_nodes(layout, device, dist.group.WORLD))
+    shard_layers(task.model, mesh=mesh_of_nodes(task))
 
     def step(shard: Any) -> None:
         task.loss(task.model, shard).backward()
@@ -27,15 +26,20 @@ def prepare(task: Task) -> TrainStep:
     return step
 
 
+def mesh_of_nodes(task: Task) -> DeviceMesh:
+    """A mesh with one row of ranks for each node."""
+    return _mesh_of_nodes(task.case.ranks, task.rank.device.type, dist.group.WORLD)
+
+
 @cache
 def _mesh_of_nodes(layout: Layout, device: str, _: object) -> DeviceMesh:
-    """One row of ranks for each node. It is made once for each world group, since torch 2.13 hangs
-    if a loop makes groups anew; the last argument is that group, and only a key of the cache.
+    """It is made once for each world group, since torch 2.13 hangs if a loop makes groups anew; the
+    last argument is that group, and only a key of the cache.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = [list(layout.ranks_on(node)) for node in range(layout.nodes)]
-    mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=("nodes", "ranks"))
     for group in mesh.get_all_groups():
         process_state.keep_group(group)
     return mesh

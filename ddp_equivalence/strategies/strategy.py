@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +30,8 @@ class Task:
 
     ``shards`` has one entry for every step: the examples that each rank is assigned in it.
     ``steps`` says how the case's batch is divided into the big batches of these steps. A strategy
-    writes evidence into ``notes`` that it really ran, such as the number of its replicas.
+    writes evidence into ``notes`` that it really ran, such as the number of its replicas. ``lr`` is
+    the learning rate of plain SGD, for strategies that train.
     """
 
     case: Case
@@ -38,6 +40,7 @@ class Task:
     shards: Sequence[Shards]
     notes: dict[str, Any] = field(default_factory=dict)
     steps: Steps = 1
+    lr: float = 0.1
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The value of the case's loss, as its user wrote it."""
@@ -106,12 +109,26 @@ class Strategy:
     has_the_rule_of: str = ""
     """Another strategy, whose rule this one follows in another way of computing. What the rule
     depends on is tried with that one, and here what the way of computing depends on."""
+    dtype: torch.dtype = torch.float64
+    """The dtype of most cases that are tried."""
+    is_slow: bool = False
+    """Each rank needs seconds before its first step, so that only two ranks are tried."""
+    tries_few_cases: bool = False
+    """As few cases are tried, because the rule is that of another strategy with other parts."""
+    trains: bool = False
+    """The train step also steps with an optimizer of its own, which does what plain SGD does on one
+    device. Its trials compare how far the weights have moved."""
     takes: Callable[[CatalogueModel], bool] = lambda model: True
     """Says which models of the catalogue can be trained so."""
     shards_parameters: bool = False
     """Outside the forward pass, a rank has nothing but its shards of the parameters."""
     needs_even_nodes: bool = False
     """All nodes must have equally many ranks."""
+    needs_several_nodes: bool = False
+    """All ranks of a node compute with the same examples, so that one node reduces nothing."""
+    ends_without_examples: bool = False
+    """A rank without examples has ended, and the others average without it. Where their average is
+    another gradient than that of the big batch, this has no name of its own."""
     more_shards: tuple[tuple[str, str], ...] = ()
     """Layouts and shards that are tried with this strategy and no other."""
 

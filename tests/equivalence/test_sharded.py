@@ -1,4 +1,4 @@
-"""FSDP2 and its hybrid form, where the promise holds."""
+"""FSDP2, hybrid or with tensor parallelism, where the promise holds."""
 
 from __future__ import annotations
 
@@ -15,4 +15,9 @@ def test_fsdp2_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
 
 @pytest.mark.promise_of("hsdp")
 def test_hsdp_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+    assert_equivalent(trial.case, trial.strategy, **trial.options)
+
+
+@pytest.mark.promise_of("tensor_parallel_2d")
+def test_tensor_parallel_2d_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
     assert_equivalent(trial.case, trial.strategy, **trial.options)

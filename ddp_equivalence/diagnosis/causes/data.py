@@ -246,11 +246,12 @@ def _who_reads_what(view: View) -> Indication | None:
 def _is_padding(view: View) -> bool:
     """True if examples were read again so that all ranks read equally many, and none is missing.
 
-    A rank that goes twice over its own examples pads nothing, and neither do slices that overlap.
+    A rank that goes twice over its own examples pads nothing, and neither do slices that overlap,
+    nor groups of ranks that read the same examples.
     """
     if not read_more_than_once(view) or read_by_no_rank(view) or passes_of_read_examples(view):
         return False
-    if _are_overlapping_slices(view):
+    if _are_overlapping_slices(view) or read_equally_often(view):
         return False
     read = view.observed.examples_read or ()
     sizes = {sum(map(len, parts)) for parts in read}

@@ -257,6 +257,7 @@ class Task:
     def __init__(self, model: nn.Module, rank: Rank) -> None:
         self.model, self.rank = model, rank
         self.notes: dict[str, Any] = {}
+        self.lr, self.may_leave_parameters_unused = LEARNING_RATE, UNUSED_PARAMETERS
         self.case = SimpleNamespace(loss=next(iter(LOSSES), None), ranks=Layout())
         self.shards = [
             SimpleNamespace(indices=shards, sizes=tuple(map(len, shards))) for shards in CASE_SHARDS
@@ -265,10 +266,13 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return loss(model, batch)
 
-    def wrap(self) -> DistributedDataParallel:
+    def wrap(self, model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
         devices = [self.rank.device] if self.rank.device.type == "cuda" else None
         return DistributedDataParallel(
-            self.model, device_ids=devices, find_unused_parameters=UNUSED_PARAMETERS
+            self.model if model is None else model,
+            device_ids=devices,
+            find_unused_parameters=UNUSED_PARAMETERS,
+            **options,
         )
 
 
@@ -279,7 +283,10 @@ def prepared(model: nn.Module, rank: Rank) -> Callable[[Batch], Gradients | None
 
 
 def step_of_strategy(model: nn.Module, shard: Batch, rank: Rank) -> Gradients | None:
-    return prepared(model, rank)(shard)
+    returned = prepared(model, rank)(shard)
+    if COMPARES_UPDATE and getattr(STRATEGY, "trains", False):
+        model.zero_grad()  # it has stepped already
+    return returned
 
 
 # strategy]

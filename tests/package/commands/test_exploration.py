@@ -80,7 +80,7 @@ def test_random_right_cases_are_called_the_same_and_differences_by_their_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Few enough to start their ranks in a moment.
-    monkeypatch.setattr(exploration, "LAYOUTS", ("1x1", "1x2", "1x3", "2+1"))
+    monkeypatch.setattr(exploration, "LAYOUTS", ("1x1", "1x2", "1x3", "2x1", "2+1"))
     search = exploration.search_suite(right=30, wrong=10, seed=5)
     assert [judged.repeat for judged in search.judged.values() if judged.wrong] == []
     by_outcome = [one.outcome for trial, one in search.judged.items() if trial.cause is None]

@@ -195,3 +195,22 @@ def test_replicas_share_a_device_if_there_are_fewer(
     assert (lane.name, lane.reason) == (name, reason)
     seen = [one.split(",") for one in visible_devices(parse(layout), lane, EIGHT[:count]).values()]
     assert name != "nccl_shared" or all(len(one) == 1 for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("count", "backend", "reason"),
+    [
+        (0, "auto", "needs 2 CUDA devices (one rank each), found 0"),
+        (2, "gloo", "needs CUDA devices, and gloo computes on the CPU"),
+    ],
+)
+def test_a_strategy_that_needs_gpus_does_not_fall_back_to_the_cpu(
+    gpus: Callable[[int], None], count: int, backend: str, reason: str
+) -> None:
+    gpus(count)
+    case = Case(model="batch_norm", loss="mse_mean", layout="1x2")
+    with pytest.raises(CannotRunHere) as caught:
+        lane_of(case, STRATEGIES["sync_batch_norm"], backend, ())
+    assert (caught.value.lane, caught.value.reason) == ("nccl", reason)
+    gpus(1)
+    assert lane_of(case, STRATEGIES["sync_batch_norm"], "auto", ()).name == "nccl_shared"

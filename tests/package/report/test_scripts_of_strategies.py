@@ -9,16 +9,22 @@ import pytest
 import torch
 
 from ddp_equivalence import Case
+from ddp_equivalence.case.training import Compare
 from ddp_equivalence.report.script import export
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 from tests.package.report.exported_scripts import assert_same_big_batch, by_itself, torchrun
 
 
-def test_where_a_strategy_is_right_the_script_ends_with_same(tmp_path: Path) -> None:
-    path = export(Case(model="mlp", loss="mse_mean", layout="1x2"), "ddp_mean", tmp_path)
+@pytest.mark.parametrize(("strategy", "compare"), [("ddp_mean", "gradients"), ("zero", "update")])
+def test_where_a_strategy_is_right_the_script_ends_with_same(
+    strategy: str, compare: Compare, tmp_path: Path
+) -> None:
+    case = Case(model="mlp", loss="mse_mean", layout="1x2")
+    path = export(case, strategy, tmp_path, compare=compare, steps=2)
     code, shown = torchrun(path, ranks=2)
     assert code == 0, shown
-    assert "same: 4 of 4 parameters agree with one big batch" in shown
+    count = 4 if compare == "update" else 8
+    assert f"same: {count} of {count} parameters agree with one big batch" in shown
 
 
 @pytest.mark.parametrize(("backend", "gpus", "needed"), [("gloo_cuda", 0, 1), ("nccl", 1, 2)])

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
+
 
 def install() -> None:
     """Replace the parts of torch, which has just been imported, that would need a GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import_module("torch.distributed.optim")  # compiles functions of torch as they are
     from pretended_gpus import (
         amp,
         backward,
