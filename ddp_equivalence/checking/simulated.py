@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
@@ -42,6 +43,7 @@ from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.diagnosis.residual import fitted_mixture
 from ddp_equivalence.measurement.measure import finished
 from ddp_equivalence.measurement.on_rank import ParameterNames
+from ddp_equivalence.measurement.operation_log import autocast_entered
 from ddp_equivalence.measurement.request import CheckOptions, check_batch, read_request
 from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.whole_tensors import FlatParameters, WholeTensors
@@ -55,7 +57,7 @@ from ddp_equivalence.ranks.simulated import (
     SimulatedWorld,
 )
 from ddp_equivalence.ranks.warm_ranks import on_ranks
-from ddp_equivalence.reference import big_batch
+from ddp_equivalence.reference import big_batch, in_dtype
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import can_train
 from ddp_equivalence.strategies.sharded_batch import sharded_batches
@@ -133,8 +135,7 @@ def simulate(case: Case, step: Any, **options: Unpack[CheckOptions]) -> Simulati
     """Compare what ``step`` leaves on simulated ranks with one big batch.
 
     ``case``: its layout may have up to 4,096 ranks, such as ``"128x8"``. ``step``, ``options``: as
-    in ``check``; ``steps`` and options about processes are not taken. A strategy is compared by its
-    gradients only.
+    in ``check``; ``steps`` and options about processes are not taken.
 
     Raises BadCase if the case or an option cannot be right, or if there is too little memory for
     so many models.
@@ -143,7 +144,9 @@ def simulate(case: Case, step: Any, **options: Unpack[CheckOptions]) -> Simulati
     work = _work_of(case, step, options)
     deadline = options.get("deadline") or SECONDS
     try:
-        (found,) = on_ranks("1x1", _simulated, work, backend="gloo", deadline=deadline)
+        # Torch keeps something of each mesh for the thread that made it, also when this has ended,
+        # and another rank gets its number. So each simulation has a process of its own.
+        (found,) = on_ranks("1x1", _simulated, work, backend="gloo", deadline=deadline, fresh=True)
     except RankFailed as error:  # the process of all ranks has failed, or has not finished in time
         found = {"outcome": "unknown", "failure": str(error)}
     return Simulation(case, name_of(step), seconds=time.monotonic() - started, **found)
@@ -168,6 +171,8 @@ def _work_of(case: Case, step: Any, options: CheckOptions) -> _Work:
     strategy = STRATEGIES.get(step) if isinstance(step, str) else None
     if strategy is not None and (why := why_not_simulated(strategy)):
         raise BadCase("step", step, f"a strategy that can be simulated: {why}")
+    if strategy is not None:
+        options = _options_of(strategy, options)
     alone = case
     if isinstance(case, Case):
         # The options are checked as those of one rank: a process for each is not asked for.
@@ -179,7 +184,7 @@ def _work_of(case: Case, step: Any, options: CheckOptions) -> _Work:
     if request.steps != 1:
         raise BadCase("steps", request.steps, "1: simulated ranks take one step")
     if strategy is not None:
-        _check_strategy(strategy, case, request.compare)
+        _check_model(strategy, case)
     model = build_model(case)
     held = COPIES * sum(one.nbytes for one in model.parameters()) * case.ranks.world_size
     room = MOST_OF_MEMORY * int(psutil.virtual_memory().available)
@@ -192,17 +197,21 @@ def _work_of(case: Case, step: Any, options: CheckOptions) -> _Work:
     return _Work(case, step, request.compare, request.training, request.seeds)
 
 
-def _check_strategy(strategy: Strategy, case: Case, compare: Compare) -> None:
+def _options_of(strategy: Strategy, options: CheckOptions) -> CheckOptions:
+    """A strategy is compared by what its own trials compare."""
+    compare: Compare = "update" if strategy.trains else "gradients"
+    if (given := options.get("compare", compare)) != compare:
+        raise BadCase("compare", given, f"{compare!r}: {strategy.name} is compared by it")
+    return {**options, "compare": compare}
+
+
+def _check_model(strategy: Strategy, case: Case) -> None:
     model, loss = case.model, case.loss
-    if (
-        isinstance(model, str)
-        and isinstance(loss, str)
-        and not can_train(strategy, MODELS[model], LOSSES[loss])
-    ):
-        right = f"a model that {strategy.name} can train with the loss {case.loss}"
-        raise BadCase("model", case.model, right)
-    if compare != "gradients":
-        raise BadCase("compare", compare, f"gradients: {strategy.name} is simulated for these only")
+    if not (isinstance(model, str) and isinstance(loss, str)):
+        return
+    if not can_train(strategy, MODELS[model], LOSSES[loss]):
+        right = f"a model that {strategy.name} can train with the loss {loss}"
+        raise BadCase("model", model, right)
 
 
 def why_not_simulated(strategy: Strategy) -> str:
@@ -211,6 +220,8 @@ def why_not_simulated(strategy: Strategy) -> str:
         return f"{strategy.name} runs in one process, whatever the layout"
     if strategy.lane is not None or strategy.gpus_per_rank > 1:
         return f"{strategy.name} needs GPUs"
+    if strategy.compiles:
+        return f"{strategy.name} compiles code, which the ranks of one process would share"
     return ""
 
 
@@ -235,11 +246,12 @@ def _simulated(_: Rank, work: _Work) -> dict[str, Any]:
     world = SimulatedWorld[_Left](case.ranks)
     with without_restoring_random_state():
         expected = Expected(big_batch(case, work.compare, work.training))
+        ranks = _Ranks(work, world)
         try:
-            left = _Ranks(work, world).run()
+            left = ranks.run()
         except SimulatedRankFailed as error:
             return found | {"failure": _in_words(error)}
-        comparison = _compared(expected, left)
+        comparison = _compared(expected, left, ranks.autocast)
         held = () if comparison.same else _held(work, expected, comparison, left)
     return found | {
         "outcome": "same" if comparison.same else "different",
@@ -251,7 +263,10 @@ def _simulated(_: Rank, work: _Work) -> dict[str, Any]:
 
 
 class _Ranks:
-    """Runs the step on all ranks of a world. What watches a process is shared by its ranks."""
+    """Runs the step on all ranks of a world. What watches a process is shared by its ranks.
+
+    ``autocast``: the least precise dtype of the autocast regions that they entered.
+    """
 
     def __init__(self, work: _Work, world: SimulatedWorld[_Left]) -> None:
         self._work, self._world = work, world
@@ -260,11 +275,16 @@ class _Ranks:
         self._shards = shards
         self._rows = _Rows(self._whole, work.case)
         self._flat, self._clipping = FlatParameters(), _ClippingByRank()
+        self.autocast: torch.dtype | None = None
 
     def run(self) -> list[_Left]:
         """Raises SimulatedRankFailed."""
-        with self._flat.recorded(), self._clipping.watched():
-            return self._world.run(self._live)
+        with self._flat.recorded(), self._clipping.watched(), autocast_entered() as autocast:
+            left = self._world.run(self._live)
+        self.autocast = max(
+            (dtype for _, dtype in autocast), key=lambda one: torch.finfo(one).eps, default=None
+        )
+        return left
 
     def _live(self, rank: Rank) -> _Left:
         work, case = self._work, self._work.case
@@ -276,8 +296,9 @@ class _Ranks:
             rank.rank, case, self._whole, self._sizes, undivided=False, together=False
         )
         read = self._rows.read_by(model)
+        task = Task(case, model, rank, self._shards, lr=work.training.lr)
         with as_a_script_has_them(rank):
-            returned = self._step(Task(case, model, rank, self._shards))(given)
+            returned = self._step(task)(given)
         self._world.stop_counting()
         left = self._left(held, before, returned)
         return _Left(in_first_step(left), read())
@@ -385,7 +406,10 @@ def _in_words(error: SimulatedRankFailed) -> str:
 # Compares what the ranks left, and says what it is where it is not the big batch.
 
 
-def _compared(expected: Expected, left: Sequence[_Left]) -> Comparison:
+def _compared(
+    expected: Expected, left: Sequence[_Left], autocast: torch.dtype | None
+) -> Comparison:
+    """``autocast``: the least precise dtype of the autocast regions that the ranks entered."""
     reference = expected.reference
     tolerance = Tolerance(reference.lowest_dtype, exact=reference.case.exact)
     comparator = Comparator(reference.expected, expected.described, tolerance)
@@ -393,7 +417,9 @@ def _compared(expected: Expected, left: Sequence[_Left]) -> Comparison:
         comparator.begin(rank, describe(one.gradients))
         for chunk in chunks(one.gradients):
             comparator.add(rank, chunk)
-    return finished(comparator, expected, tolerance, None)
+    return finished(
+        comparator, expected, tolerance, None if tolerance.dtype is torch.float64 else autocast
+    )
 
 
 def _reads(left: Sequence[_Left], examples: int) -> tuple[int, ...] | None:
@@ -427,7 +453,8 @@ def _held(
     shares: dict[int, SimulatedShares] = {}
     if work.compare == "gradients":
         some = {rank: measured[rank] for rank in list(measured)[:MOST_GROUPS]}
-        shares = _shares(work.case, left, keys, right, some)
+        with suppress(Exception):  # a loss of the user's need not take a part of the batch
+            shares = _shares(work.case, left, keys, right, some)
     return tuple(_held_by(ranks, right, measured[ranks[0]], shares) for ranks in groups.values())
 
 
@@ -493,7 +520,7 @@ def _parts(layout: Layout) -> Iterable[tuple[str, list[list[int]]]]:
 def _gradient_of(case: Case, examples: Sequence[int], keys: Sequence[GradientKey]) -> Tensor:
     """The gradient of the loss of these examples alone."""
     model = build_model(case).double()
-    whole, _ = build_whole_batch(case)
+    whole = in_dtype(build_whole_batch(case)[0], torch.float64)
     loss_of(case)(model, take(whole, examples, case.batch_dims)).backward()
     by_name = dict(model.named_parameters())
     return _flat(

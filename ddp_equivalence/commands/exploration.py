@@ -210,7 +210,7 @@ def _layout_suits(step: object, layout: str) -> bool:
         return False
     if strategy.needs_several_nodes and ranks.nodes == 1:
         return False
-    if strategy.is_slow and ranks.world_size > 2:
+    if strategy.compiles and ranks.world_size > 2:
         return False
     return not strategy.one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 

@@ -97,10 +97,11 @@ def _run_file(arguments: argparse.Namespace) -> int:
 def _run_strategies(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
         raise BadCase(
-            "compare", arguments.compare, "left out: strategies are compared by gradients"
+            "compare", arguments.compare, "left out: each strategy is compared as its promise says"
         )
     start_early()
     from ddp_equivalence.case.errors import one_of
+    from ddp_equivalence.case.layouts import parse
     from ddp_equivalence.checking.simulated import simulate, why_not_simulated
     from ddp_equivalence.strategies import STRATEGIES
     from ddp_equivalence.strategies.catalogue import case_of
@@ -126,7 +127,8 @@ def _run_strategies(arguments: argparse.Namespace) -> int:
         judged, kept = judged and not found.failure, kept and found.keeps_promise
         rows.append((name, _summary(found), found.promised or "same", f"{found.seconds:.1f}"))
     if len(arguments.target) != 1:
-        print("\n".join((*_head(case), "", *_table(rows))))
+        head = f"{model}, {loss}, {shards} shards"
+        print("\n".join((_ranks_of(parse(layout)), head, "", *_table(rows))))
     return NOT_JUDGED if not judged else SAME if kept else DIFFERENT
 
 
@@ -163,13 +165,14 @@ def whole(simulation: Simulation) -> Iterator[str]:
 
 
 def _head(case: Any) -> list[str]:
-    ranks = case.ranks
-    return [
-        f"{case.layout}: {ranks.world_size:,} {plural(ranks.world_size, 'rank')} on "
-        f"{ranks.nodes:,} {plural(ranks.nodes, 'node')}, SIMULATED by threads of one process; "
-        "no backend was tried",
-        f"case {case}",
-    ]
+    return [_ranks_of(case.ranks), f"case {case}"]
+
+
+def _ranks_of(ranks: Layout) -> str:
+    return (
+        f"{ranks}: {ranks.world_size:,} {plural(ranks.world_size, 'rank')} on {ranks.nodes:,} "
+        f"{plural(ranks.nodes, 'node')}, SIMULATED by threads of one process; no backend was tried"
+    )
 
 
 def _summary(simulation: Simulation) -> str:

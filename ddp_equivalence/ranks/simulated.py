@@ -34,8 +34,9 @@ from ddp_equivalence.ranks.environment import torchrun_environment
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.users_line import counts_as_torch, users_line
 
-BACKEND = "simulated"
-"""The name of the backend, as ``dist.get_backend()`` returns it on a simulated rank."""
+BACKEND = "threaded"
+"""The name of the backend of torch's groups for threads. By it torch knows that ranks share a
+process, and gives each what it keeps by process elsewhere, such as what it knows of meshes."""
 
 CPU = torch.device("cpu")
 
@@ -114,6 +115,12 @@ class SimulatedWorld(Generic[T]):
     def meet(self, group: dist.ProcessGroup, collective: Any, data: Any) -> Any:
         """Take part in a collective of the group; return a handle of torch's when it is done."""
         ranks = tuple(dist.get_process_group_ranks(group))
+        if (here := self._turns.here.rank) != ranks[group.rank()]:
+            what = (
+                f"rank {here} uses a process group of rank {ranks[group.rank()]}: simulated ranks "
+            )
+            what += "share what their process keeps, such as code that torch.compile has compiled"
+            raise SimulatedRankFailed(what)
         key = (str(group.group_name), ranks)
         meeting = self._meetings.setdefault(key, _Meeting(ranks))
         at = users_line(sys._getframe())
@@ -458,14 +465,14 @@ def _groups_for_threads(world: SimulatedWorld[Any]) -> Iterator[None]:
     torchs, isolate = _torchs(), c10d._set_thread_isolation_mode
     group = torchs.ProcessLocalGroup
     process_state.replace_functions()
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+    plugins = {BACKEND.upper(): dist.Backend._BackendPlugin(_make_group, False)}
     scripts, environment = process_state.current_scripts[:], dict(os.environ)
     _worlds.append(world)
     torchs._install_threaded_pg()
     isolate(True)
     try:
         with (
+            patch.dict(dist.Backend._plugins, plugins),
             patch.object(group, "_start_coll", staticmethod(_Joining)),
             patch.object(group, "_end_coll", staticmethod(lambda *_: None)),
             patch.object(dist, "new_group", _new_group),
@@ -511,9 +518,6 @@ def _group_class() -> Any:
     """Torch's groups for threads, and what they lack."""
 
     class Group(_torchs().ProcessLocalGroup):  # type: ignore[misc]
-        def getBackendName(self) -> str:  # noqa: N802
-            return BACKEND
-
         def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
             return _worlds[-1].meet(self, AllGatherFlat(), (output, given))
 

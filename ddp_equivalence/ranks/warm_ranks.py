@@ -419,17 +419,18 @@ def on_ranks(
     backend: str = "gloo",
     deadline: float = 60.0,
     collective_deadline: float = 30.0,
+    fresh: bool = False,
 ) -> tuple[Any, ...]:
     """Call ``function(rank, *arguments)`` on every rank of a layout such as "2x2".
 
     Returns a tuple with what each rank returned, in the order of ranks. ``deadline``: seconds for
     the whole call. ``collective_deadline``: seconds for one collective; checks with the same value
-    use the same warm ranks. Raises BadCase for an unknown layout or backend, RankFailed if a rank
-    raises or dies, RanksTimedOut at the deadline.
+    use the same warm ranks. ``fresh``: start new ranks for this call. Raises BadCase for an unknown
+    layout or backend, RankFailed if a rank raises or dies, RanksTimedOut at the deadline.
     """
     parsed = parse(layout)
     lane = lanes.choose(parsed, backend)
-    with warm_ranks().acquire(parsed, lane, collective_deadline) as rank_set:
+    with warm_ranks().acquire(parsed, lane, collective_deadline, fresh) as rank_set:
         rank_set.submit(pickling.dumps(_call, _Call(function, arguments)))
         by_rank = dict(rank_set.collect(deadline))
     return tuple(by_rank[rank] for rank in sorted(by_rank))

@@ -188,11 +188,11 @@ def _of_another_way(strategy: Strategy) -> Iterator[Trial]:
     for name in MODELS_TREATED_OTHERWISE:
         loss = next(one for one in FEW_LOSSES if LOSSES[one].output == MODELS[name].output)
         if _is_tried(strategy, MODELS[name], LOSSES[loss]):
-            layout = few if strategy.is_slow else "2x2"
+            layout = few if strategy.compiles else "2x2"
             yield _trial(strategy, case_of(strategy, name, loss, layout))
     for loss in ("mse_sum", "contrastive"):
         yield _trial(strategy, case_of(strategy, "mlp", loss, few))
-    for layout in () if strategy.is_slow else ("2x2-round-robin", many):
+    for layout in () if strategy.compiles else ("2x2-round-robin", many):
         yield _trial(strategy, case_of(strategy, *mlp, layout))
     for layout, shards in ((few, "uneven"), *strategy.more_shards):
         yield _trial(strategy, case_of(strategy, *mlp, layout, shards))

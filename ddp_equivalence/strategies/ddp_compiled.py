@@ -28,5 +28,5 @@ STRATEGY = Strategy(
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     has_the_rule_of="ddp_mean",
-    is_slow=True,
+    compiles=True,
 )

@@ -111,8 +111,8 @@ class Strategy:
     depends on is tried with that one, and here what the way of computing depends on."""
     dtype: torch.dtype = torch.float64
     """The dtype of most cases that are tried."""
-    is_slow: bool = False
-    """Each rank needs seconds before its first step, so that only two ranks are tried."""
+    compiles: bool = False
+    """Torch compiles the step, which takes seconds on each rank, so that only two are tried."""
     tries_few_cases: bool = False
     """As few cases are tried, because the rule is that of another strategy with other parts."""
     trains: bool = False

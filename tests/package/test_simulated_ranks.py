@@ -25,6 +25,14 @@ pytestmark = pytest.mark.self_check
 
 SIMULATED = [name for name, one in STRATEGIES.items() if not why_not_simulated(one)]
 
+TRIED = {
+    (name, one.case.ranks.world_size): None
+    for name in SIMULATED
+    for one in trials(name)
+    if one.case.ranks.world_size in (2, 4, 8)
+}
+"""Strategies, and the numbers of ranks with which the catalogue tries them."""
+
 Batch = dict[str, Tensor]
 
 
@@ -123,23 +131,24 @@ def assert_alike(case: Case, step: Any, **options: Any) -> None:
     for one, other in zip(real.comparison.parameters, found.comparison.parameters, strict=True):
         assert one.name == other.name
         for here, there in zip(one.by_rank, other.by_rank, strict=True):
-            right = pytest.approx((here.error, here.factor), rel=1e-9, abs=1e-13, nan_ok=True)
+            near = 1e-9 if case.dtype is torch.float64 else 1e-4
+            right = pytest.approx((here.error, here.factor), rel=near, abs=1e-13, nan_ok=True)
             assert (there.error, there.factor) == right
 
 
-@pytest.mark.parametrize("strategy", SIMULATED)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize(("strategy", "world_size"), TRIED)
 def test_a_strategy_leaves_what_it_leaves_on_real_ranks(strategy: str, world_size: int) -> None:
-    """In up to six trials of the catalogue, kept promises and known differences among them."""
+    """In some trials of the catalogue, kept promises and known differences among them."""
+    of = STRATEGIES[strategy]
+    compare = "update" if of.trains else "gradients"
     every = [
         one.case
         for one in trials(strategy)
-        if one.case.ranks.world_size == world_size and one.compare == "gradients"
-        if one.steps == 1 and not one.case.exact and one.case.dtype is torch.float64
+        if one.case.ranks.world_size == world_size and one.compare == compare
+        if one.steps == 1 and not one.case.exact and one.case.dtype is of.dtype
     ]
-    assert every
-    for case in every[:: max(1, len(every) // 6)]:
-        assert_alike(case, strategy)
+    for case in every[:: max(1, len(every) // 3)]:
+        assert_alike(case, strategy, compare=compare)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +217,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         (own_case(), ddp, {"steps": 2}, "simulated ranks take one step"),
         (small, "data_parallel", {}, "runs in one process"),
         (small, "hybrid_data_parallel", {}, "needs GPUs"),
-        (small, "ddp_mean", {"compare": "update"}, "is simulated for these only"),
+        (small, "ddp_mean", {"compare": "update"}, "'gradients': ddp_mean is compared by it"),
         (Case(model="mlp", loss="mse_mean", layout="1+3"), "hsdp", {}, "equally many ranks"),
         (Case(model="branch", loss="mse_mean", layout="2x2"), "fsdp2", {}, "fsdp2 can train"),
     ):

@@ -102,7 +102,7 @@ def test_noise_is_green(changed: dict[str, Any], tmp_path: Path) -> None:
     assert [one for one in found(judgement) if one[1] != "total_slower"] == []
 
 
-def test_a_test_that_starts_ranks_is_slower_by_processor_time_only(tmp_path: Path) -> None:
+def test_a_test_that_starts_ranks_compileser_by_processor_time_only(tmp_path: Path) -> None:
     starts = {"starts": 1, "seconds": 0.3, "cpu_seconds": 0.6}
     old = write(tmp_path / "old", tests={SUITE: starts})
     waits = write(tmp_path / "waits", tests={SUITE: starts | {"seconds": 11.0}})
@@ -236,7 +236,7 @@ def test_a_test_that_fails_for_another_reason_is_named(tmp_path: Path) -> None:
     assert found(judged(old, old)) == []
 
 
-def test_a_test_is_slow_beside_the_others_and_not_beside_itself(tmp_path: Path) -> None:
+def test_a_test_compiles_beside_the_others_and_not_beside_itself(tmp_path: Path) -> None:
     none = dict.fromkeys(TESTS[1:])
     old = write(tmp_path / "old", tests=none)
     new = write(tmp_path / "new", tests={**none, SUITE: {"seconds": 10.3}})
