@@ -541,13 +541,14 @@ class ObservedStep:
         return read if known else None
 
     def parts_of_ranks(self, parameters: ParameterElements) -> Tensor | None:
-        """Which elements each rank has where gradients are sharded, as its own memory shows them:
-        shape (world size, elements), of True and False. None if no gradient is sharded, or if some
-        parts are not known.
+        """Which elements of the sample each rank has where gradients are sharded, as its own memory
+        shows them: shape (world size, elements), of True and False. None if no gradient is sharded,
+        or if some parts are not known.
         """
         if not self.covers_every_rank or not any(one.parts for one in self.by_rank.values()):
             return None
-        has = torch.ones(self.setting.world_size, parameters.total, dtype=torch.bool)
+        elements = sum(place.stop - place.start for place in parameters.places.values())
+        has = torch.ones(self.setting.world_size, elements, dtype=torch.bool)
         for rank, seen in self.by_rank.items():
             for name, numbers in seen.parts.items():
                 place = parameters.places.get(name)

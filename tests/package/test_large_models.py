@@ -25,6 +25,7 @@ from ddp_equivalence.checking import large_models
 from ddp_equivalence.checking.large_models import BigBatch
 from ddp_equivalence.comparison import rounding
 from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
+from ddp_equivalence.diagnosis import shares
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.report.evidence import BY_THE_RANKS
 
@@ -168,6 +169,34 @@ def test_rounding_is_not_measured_where_the_ranks_hold_a_multiple(
             verdict = check(case, step)
         assert verdict.outcome == "different"
         assert bool(measured) is takes_rounding, step
+
+
+def twice_as_much(model: Any, shard: Batch, rank: Rank) -> None:
+    fully_shard(model)
+    (rank.world_size * loss(model, shard)).backward()
+
+
+def only_one_block(model: Any, shard: Batch, rank: Rank) -> None:
+    fully_shard(model[0])
+    fully_shard(model, ignored_params=set(model[2].parameters()))
+    loss(model, shard).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [(twice_as_much, "sum_not_mean"), (only_one_block, "ignored_parameter")],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_mistake_of_sharding_is_named_from_a_sample_of_the_elements(
+    step: Any, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a model that is too large to keep all elements of its gradients."""
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 160)
+    verdict = verdict_of(step, "1x2", build, by_ranks=True)
+    assert verdict.view is not None
+    assert not verdict.view.parameters.sample.is_whole
+    assert (verdict.outcome, verdict.cause) == ("different", cause), verdict
 
 
 def test_a_small_model_sends_its_gradients_and_a_large_one_compares_them(

@@ -15,25 +15,25 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 361,
     "adapters": 317,
-    "case": 3_326,
-    "checking": 900,
-    "commands": 5_911,
-    "comparison": 2_245,
-    "diagnosis": 21_985,
+    "case": 3_336,
+    "checking": 1_432,
+    "commands": 6_245,
+    "comparison": 2_267,
+    "diagnosis": 21_999,
     "faults": 2_352,
     "gate": 1_971,
-    "measurement": 8_567,
+    "measurement": 8_585,
     "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
-    "ranks": 7_150,
-    "report": 5_206,
-    "strategies": 1_644,
+    "ranks": 7_729,
+    "report": 5_213,
+    "strategies": 2_046,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 301
+MOST_FILES = 312
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15
