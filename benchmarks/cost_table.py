@@ -14,7 +14,7 @@ SUITE, FLOOR = "this suite", "bare ranks"
 @dataclass(frozen=True)
 class Point:
     """One point of a curve: ``seconds`` is the median of ``timed`` measurements. ``megabytes``: the
-    peak memory of all processes together, above that of a small check; 0 if it was not measured.
+    most memory that the machine used, above what it used before; 0 if it was not measured.
     """
 
     curve: str

@@ -6,21 +6,24 @@
 
 Every point is measured with this suite on warm ranks, and with bare ranks that make the same check
 (the floor of ``speed.py`` and of ``large_model.py``). The two take turns. A point is the median
-over all checks of all repeats. Memory is the peak of the judging process and of two ranks, above
-their peaks after a small check.
+over all checks of all repeats. Memory is the most that the machine used, above what it used before
+the program began; the cache of files, which it gives back when it needs to, does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import large_model
+import psutil
 import speed
 from cost_plot import draw
 from cost_table import FLOOR, SUITE, Point, read, write
@@ -58,17 +61,34 @@ def check_on_ranks(program: str, ranks: int, checks: int) -> Measured:
 
 def check_of_parameters(program: str, parameters: int) -> Measured:
     """The checks of a model of this size, on two ranks, in float32."""
-    finished = large_model.run(
-        LARGE_PROGRAMS[program],
-        parameters,
-        "float32",
-        PARAMETERS[parameters],
-        step="ddp",
-        in_turn=parameters >= IN_TURN_FROM,
-    )
-    before, after = finished.result["before"], finished.result["after"]
-    judging, rank = (late - early for early, late in zip(before, after, strict=True))
-    return finished.result["seconds"], (judging + large_model.RANKS * rank) / 2**20
+    with most_used() as used:
+        finished = large_model.run(
+            LARGE_PROGRAMS[program],
+            parameters,
+            "float32",
+            PARAMETERS[parameters],
+            step="ddp",
+            in_turn=parameters >= IN_TURN_FROM,
+        )
+    return finished.result["seconds"], (max(used) - used[0]) / 2**20
+
+
+@contextmanager
+def most_used() -> Iterator[list[int]]:
+    """The memory that the machine uses, in bytes, again and again while the block runs."""
+    used, ended = [int(psutil.virtual_memory().used)], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.1):
+            used.append(int(psutil.virtual_memory().used))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield used
+    finally:
+        ended.set()
+        thread.join()
 
 
 def measure(
