@@ -6,6 +6,7 @@ which examples, what is divided by what, and which groups reduce. It shows nothi
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import dim_of, take
-from ddp_equivalence.case.batch_tree import leaves_of
+from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.case.build import build_model, build_whole_batch, given_to, loss_of
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
@@ -48,7 +49,7 @@ from ddp_equivalence.measurement.request import CheckOptions, check_batch, read_
 from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.whole_tensors import FlatParameters, WholeTensors
 from ddp_equivalence.measurement.work import is_prepared
-from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.process_state import as_a_script_has_them
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.simulated import (
@@ -77,6 +78,9 @@ MOST_GROUPS = 8
 BLOCKS = 8
 """Into so many blocks of nodes the ranks are put where the nodes are too many to tell apart."""
 
+ROUNDED = 0.05
+"""No more of what a rank holds is taken for rounding, whatever the limit is."""
+
 EXPLAINED = 1e-6
 """Shares are told if they leave less than this of what a rank holds."""
 
@@ -94,12 +98,13 @@ class SimulatedShares:
 @dataclass(frozen=True)
 class Held:
     """``ranks`` hold the same gradients: ``factor`` times those of the big batch, but for
-    ``unexplained``, relative to what they hold.
+    ``unexplained``, relative to what they hold. ``is_multiple``: that is nothing but rounding.
     """
 
     ranks: tuple[int, ...]
     factor: float
     unexplained: float
+    is_multiple: bool
     shares: SimulatedShares | None = None
 
 
@@ -147,8 +152,10 @@ def simulate(case: Case, step: Any, **options: Unpack[CheckOptions]) -> Simulati
         # Torch keeps something of each mesh for the thread that made it, also when this has ended,
         # and another rank gets its number. So each simulation has a process of its own.
         (found,) = on_ranks("1x1", _simulated, work, backend="gloo", deadline=deadline, fresh=True)
-    except RankFailed as error:  # the process of all ranks has failed, or has not finished in time
-        found = {"outcome": "unknown", "failure": str(error)}
+    except RanksTimedOut:
+        found = {"outcome": "unknown", "failure": f"the simulation took more than {deadline:g} s"}
+    except RankFailed as error:
+        found = {"outcome": "unknown", "failure": f"the process of all ranks failed: {error}"}
     return Simulation(case, name_of(step), seconds=time.monotonic() - started, **found)
 
 
@@ -295,7 +302,8 @@ class _Ranks:
         (given,) = given_to(
             rank.rank, case, self._whole, self._sizes, undivided=False, together=False
         )
-        read = self._rows.read_by(model)
+        given = map_tensors(_copy, given)  # a step may write to its batch
+        read = self._rows.read_by(model, is_given=bool(self._shards[0].indices[rank.rank]))
         task = Task(case, model, rank, self._shards, lr=work.training.lr)
         with as_a_script_has_them(rank):
             returned = self._step(task)(given)
@@ -367,27 +375,39 @@ class _ClippingByRank(Clipping):
 
 
 class _Rows:
-    """Finds the examples of a batch again by the values of their rows, in what a model is given."""
+    """Finds the examples of a batch again by the values of their rows, in what a model is given.
+    Rows that several examples share tell nothing; with an example that has no others, nothing is
+    known.
+    """
 
     def __init__(self, whole: Any, case: Case) -> None:
-        self._at: dict[bytes, set[int]] = {}
+        at: dict[bytes, list[int]] = {}
         for path, leaf in leaves_of(whole):
             if isinstance(leaf, Tensor) and leaf.dim() and dim_of(path, leaf, case.batch_dims) == 0:
                 for index, key in enumerate(_keys(leaf)):
-                    self._at.setdefault(key, set()).add(index)
+                    at.setdefault(key, []).append(index)
+        self._at = {key: indices[0] for key, indices in at.items() if len(indices) == 1}
+        every = {index for indices in at.values() for index in indices}
+        self._all_are_known = every <= set(self._at.values())
 
-    def read_by(self, model: nn.Module) -> Callable[[], frozenset[int] | None]:
-        """Listen to the model from now on. The result returns what it has been given since."""
+    def read_by(self, model: nn.Module, is_given: bool) -> Callable[[], frozenset[int] | None]:
+        """Listen to the model from now on. The result returns what it has been given since; None
+        if that is not known. ``is_given``: the rank has examples.
+        """
         found: set[int] = set()
 
         def hear(_: nn.Module, arguments: Any, named: Any) -> None:
             if torch.is_grad_enabled():
                 for one in pytree.tree_leaves((arguments, named)):
                     if isinstance(one, Tensor) and one.dim():
-                        found.update(*(self._at.get(key, set()) for key in _keys(one)))
+                        found.update(self._at[key] for key in _keys(one) if key in self._at)
 
         model.register_forward_pre_hook(hear, with_kwargs=True)
-        return lambda: frozenset(found) if found else None
+        return lambda: frozenset(found) if self._all_are_known and (found or not is_given) else None
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _keys(leaf: Tensor) -> list[bytes]:
@@ -400,7 +420,9 @@ def _keys(leaf: Tensor) -> list[bytes]:
 
 
 def _in_words(error: SimulatedRankFailed) -> str:
-    return str(error) if error.rank is None else f"rank {error.rank} raised {error}\n{error.stack}"
+    if error.rank is None:
+        return str(error)
+    return f"rank {error.rank} raised {error}\n{error.stack}"
 
 
 # Compares what the ranks left, and says what it is where it is not the big batch.
@@ -449,22 +471,31 @@ def _held(
     if not keys:
         return ()
     right = _flat(expected.reference.expected, keys)
-    measured = {ranks[0]: _flat(left[ranks[0]].gradients, keys) for ranks in groups.values()}
     shares: dict[int, SimulatedShares] = {}
     if work.compare == "gradients":
-        some = {rank: measured[rank] for rank in list(measured)[:MOST_GROUPS]}
+        some = [ranks[0] for ranks in groups.values()][:MOST_GROUPS]
+        measured = {rank: _flat(left[rank].gradients, keys) for rank in some}
         with suppress(Exception):  # a loss of the user's need not take a part of the batch
-            shares = _shares(work.case, left, keys, right, some)
-    return tuple(_held_by(ranks, right, measured[ranks[0]], shares) for ranks in groups.values())
+            shares = _shares(work.case, left, keys, right, measured)
+    most = max(one.limit.relative for one in comparison.parameters if one.key in keys)
+    return tuple(
+        _held_by(ranks, right, _flat(left[ranks[0]].gradients, keys), min(most, ROUNDED), shares)
+        for ranks in groups.values()
+    )
 
 
 def _held_by(
-    ranks: Sequence[int], right: Tensor, one: Tensor, shares: Mapping[int, SimulatedShares]
+    ranks: Sequence[int],
+    right: Tensor,
+    one: Tensor,
+    most: float,
+    shares: Mapping[int, SimulatedShares],
 ) -> Held:
-    factor = float(one @ right / (right @ right))
-    norm = float(one.norm())
+    """``most``: so much of it may be rounding."""
+    square, norm = float(right @ right), float(one.norm())
+    factor = float(one @ right) / square if square else math.nan
     unexplained = float((one - factor * right).norm()) / norm if norm else 0.0
-    return Held(tuple(ranks), factor, unexplained, shares.get(ranks[0]))
+    return Held(tuple(ranks), factor, unexplained, unexplained <= most, shares.get(ranks[0]))
 
 
 def _flat(gradients: Mapping[GradientKey, Tensor | None], keys: Sequence[GradientKey]) -> Tensor:

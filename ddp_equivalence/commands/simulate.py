@@ -151,17 +151,26 @@ def whole(simulation: Simulation) -> Iterator[str]:
     if simulation.failure:
         yield from ("", *simulation.failure.rstrip().splitlines()[1:])
         return
-    comparison = simulation.comparison
-    differs = comparison is not None and not comparison.only_bits_differ
-    for held in simulation.held[:MOST_GROUPS] if differs else ():
-        yield from wrapped(f"{_ranks(held, simulation)}: {_of(held, simulation)}", "  ")
-    if len(simulation.held) > MOST_GROUPS and differs:
-        yield f"  and {len(simulation.held) - MOST_GROUPS:,} more groups of ranks"
+    yield from _held_lines(simulation)
     yield from wrapped(f"examples: {_reads(simulation)}", "  ")
     yield "  collectives of the step:"
     for line in _collectives(simulation.collectives, simulation.case.ranks):
         yield from wrapped(line, "    ")
     yield f"  in {simulation.seconds:.1f} s"
+
+
+def _held_lines(simulation: Simulation) -> Iterator[str]:
+    """What the ranks hold, those together of which the same is said."""
+    comparison = simulation.comparison
+    if comparison is None or comparison.only_bits_differ or comparison.structure:
+        return
+    said: dict[str, list[int]] = {}
+    for held in simulation.held:
+        said.setdefault(_of(held, simulation), []).extend(held.ranks)
+    for text, ranks in list(said.items())[:MOST_GROUPS]:
+        yield from wrapped(f"{_ranks(sorted(ranks), simulation)}: {text}", "  ")
+    if len(said) > MOST_GROUPS:
+        yield f"  and {len(said) - MOST_GROUPS:,} more groups of ranks"
 
 
 def _head(case: Any) -> list[str]:
@@ -188,32 +197,27 @@ def _summary(simulation: Simulation) -> str:
         return "different: every rank is right, but ranks hold other bits and would drift apart"
     if comparison.structure:
         return f"different: {comparison.structure[0]}"
-    factors = {f"{held.factor:.6g}" for held in simulation.held if held.unexplained < 1e-6}
-    if len(factors) == 1 and all(held.unexplained < 1e-6 for held in simulation.held):
-        return f"different: {_times(simulation.held[0].factor, simulation)}"
+    held = simulation.held
+    if len(held) == 1 and held[0].is_multiple:
+        return f"different: {_times(held[0].factor, simulation)}"
     return f"different{error}"
 
 
-def _ranks(held: Held, simulation: Simulation) -> str:
-    if len(held.ranks) == simulation.case.ranks.world_size:
+def _ranks(ranks: Sequence[int], simulation: Simulation) -> str:
+    if len(ranks) == simulation.case.ranks.world_size:
         return "every rank"
-    return (
-        f"{range_of_ranks(held.ranks)} ({len(held.ranks):,})"
-        if len(held.ranks) > 1
-        else (f"rank {held.ranks[0]}")
-    )
+    return range_of_ranks(ranks) + (f" ({len(ranks):,})" if len(ranks) > 1 else "")
 
 
 def _of(held: Held, simulation: Simulation) -> str:
     """What a group of ranks holds: a multiple of the big batch, or the shares of the parts."""
-    if held.unexplained < 1e-6:
+    if math.isnan(held.factor) or math.isnan(held.unexplained):
+        return "no finite multiple of the big batch"
+    if held.is_multiple:
         return _times(held.factor, simulation)
     if held.shares is None:
-        return (
-            f"{ratio_text(held.factor)} times the big batch, which leaves "
-            f"{held.unexplained:.0%} of it unexplained; no shares of ranks, nodes or local ranks "
-            "explain it"
-        )
+        left = f"{held.unexplained:.0%}" if held.unexplained >= 0.005 else f"{held.unexplained:.1e}"
+        return f"{ratio_text(held.factor)} times the big batch, and {left} of it is something else"
     shares = ", ".join(_runs(held.shares.of))
     return f"shares by {held.shares.parts}, 1 is as in the big batch: {shares}"
 
@@ -255,7 +259,7 @@ def _times(factor: float, simulation: Simulation) -> str:
 def _reads(simulation: Simulation) -> str:
     reads = simulation.reads
     if reads is None:
-        return "which ones the ranks computed with is not known; no row of the batch was recognised"
+        return "it is not known which ones the ranks computed with"
     counts: dict[int, int] = {}
     for count in reads:
         counts[count] = counts.get(count, 0) + 1
@@ -272,6 +276,8 @@ def _reads(simulation: Simulation) -> str:
 def _collectives(issued: Mapping[SimulatedCollective, int], layout: Layout) -> Iterator[str]:
     """One line for each kind of collective and each division of the ranks into groups."""
     nodes = {layout.ranks_on(node) for node in range(layout.nodes)}
+    sends = {one: count for one, count in issued.items() if one.operation == "send"}
+    issued = {one: count for one, count in issued.items() if one not in sends}
     divisions: dict[tuple[str, str], dict[tuple[int, ...], list[int]]] = {}
     largest: dict[tuple[str, str], int] = {}
     for one, count in issued.items():
@@ -280,15 +286,20 @@ def _collectives(issued: Mapping[SimulatedCollective, int], layout: Layout) -> I
         groups = divisions.setdefault((name, division), {})
         groups.setdefault(one.ranks, []).append(count)
         largest[name, division] = max(largest.get((name, division), 0), one.elements)
-    if not divisions:
+    if sends:
+        pairs = len({one.ranks for one in sends})
+        messages = sum(sends.values())
+        yield f"send: {messages:,} {plural(messages, 'message')}, {pairs:,} {plural(pairs, 'pair')}"
+    elif not divisions:
         yield "none"
     for (name, division), groups in divisions.items():
         times = {sum(counts) for counts in groups.values()}
         often = f"{min(times):,}" if len(times) == 1 else f"{min(times):,} to {max(times):,}"
         most = largest[name, division]
+        where = _named(division, list(groups), layout)
         yield (
-            f"{name} in {_named(division, list(groups))}: {often} {plural(max(times), 'time')}, of "
-            f"at most {most:,} {plural(most, 'element')}"
+            f"{name} in {where}: {often} {plural(max(times), 'time')}, of at most {most:,} "
+            f"{plural(most, 'element')}"
         )
 
 
@@ -301,12 +312,12 @@ def _division(group: tuple[int, ...], nodes: set[tuple[int, ...]], layout: Layou
     return f"{len(group)}, {group[1] - group[0] if len(group) > 1 else 0}"
 
 
-def _named(division: str, groups: Sequence[tuple[int, ...]]) -> str:
+def _named(division: str, groups: Sequence[tuple[int, ...]], layout: Layout) -> str:
     if division == "all":
         return "one group of all ranks"
     sizes = " or ".join(f"{size:,}" for size in sorted({len(group) for group in groups}))
     count = f"{len(groups):,} {plural(len(groups), 'group')} of {sizes}"
-    if division == "nodes":
+    if division == "nodes" and len(groups) == layout.nodes:
         return f"{count}, one for each node"
     first = min(groups)
     which = range_of_ranks(first)

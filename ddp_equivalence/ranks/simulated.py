@@ -17,9 +17,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -113,25 +113,29 @@ class SimulatedWorld(Generic[T]):
             self._results[row.rank] = work(rank)
 
     def meet(self, group: dist.ProcessGroup, collective: Any, data: Any) -> Any:
-        """Take part in a collective of the group; return a handle of torch's when it is done."""
+        """Take part in a collective of the group; return a handle of torch's when it is done. An
+        asynchronous one is done where it is issued, too.
+        """
         ranks = tuple(dist.get_process_group_ranks(group))
         if (here := self._turns.here.rank) != ranks[group.rank()]:
             what = (
                 f"rank {here} uses a process group of rank {ranks[group.rank()]}: simulated ranks "
             )
             what += "share what their process keeps, such as code that torch.compile has compiled"
-            raise SimulatedRankFailed(what)
+            self._turns.give_up(what)
         key = (str(group.group_name), ranks)
         meeting = self._meetings.setdefault(key, _Meeting(ranks))
-        at = users_line(sys._getframe())
-        meeting.joined[group.rank()] = _Joined(collective, data, at)
+        meeting.joined[group.rank()] = _Joined(collective, data, users_line(sys._getframe()))
         if len(meeting.joined) < len(ranks):
             self._turns.wait(meeting.missing)
         else:
             del self._meetings[key]
             if self._turns.here.counts:
                 self.collectives[meeting.described()] += 1
-            meeting.work()
+            try:
+                meeting.work()
+            except Exception as error:  # nothing that the step could catch
+                self._turns.give_up(str(error))
             self._turns.go_on(ranks)
         return _torchs().ret_work(data)
 
@@ -145,6 +149,13 @@ class SimulatedWorld(Generic[T]):
         self._sent.setdefault(key, deque()).append(copies)
         self._turns.go_on([to], who_wait_for=key)
         return _torchs().ret_work(tensors)
+
+    def has_sent(self, sender: int, tag: int) -> bool:
+        """True if a message has come. Whoever asks again and again lets others run meanwhile."""
+        key = (sender, self._turns.here.rank, tag)
+        if not self._sent.get(key):
+            self._turns.let_others_run()
+        return bool(self._sent.get(key))
 
     def receive(self, tensors: list[Tensor], sender: int, tag: int) -> None:
         """Wait for what another rank sends."""
@@ -181,17 +192,22 @@ class _OwnOfAProcess:
     pythons: Any = field(default_factory=random.getstate)
     scripts: list[Any] = field(default_factory=list)
 
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
     @classmethod
-    def now(cls, names: dict[str, str]) -> _OwnOfAProcess:
-        own = cls({name: os.environ[name] for name in names if name in os.environ})
+    def now(cls) -> _OwnOfAProcess:
+        own = cls({name: os.environ[name] for name in torchrun_names if name in os.environ})
         own.scripts = process_state.current_scripts[:]
         return own
 
     def restore(self) -> None:
+        for name in torchrun_names:
+            os.environ.pop(name, None)
         os.environ.update(self.environment)
         torch.set_rng_state(self.torchs)
         np.random.set_state(self.numpys)
         random.setstate(self.pythons)
+        torch.set_default_dtype(self.default_dtype)
         process_state.current_scripts[:] = self.scripts
 
 
@@ -205,6 +221,7 @@ class _Turns:
         self._ready = deque(range(world_size))
         self._waiting: dict[int, tuple[Callable[[], str], object]] = {}
         self._ended: set[int] = set()
+        self._at_start = _OwnOfAProcess({})
 
     def begin(self) -> None:
         """Let the first rank run."""
@@ -217,17 +234,15 @@ class _Turns:
         self._locks[rank].acquire()
         try:
             if self.failure is None:
-                _OwnOfAProcess(environment).restore()
+                replace(self._at_start, environment=environment).restore()
                 yield
         except _Abandoned:
             pass
-        except SimulatedRankFailed as failure:
-            self._give_up(failure)
         except BaseException as error:
             described = messages.describe_exception(error)
             what = described["what"].splitlines()[-1]
-            at = f" at {described['line']}" if described["line"] else ""
-            self._give_up(SimulatedRankFailed(f"{what}{at}", rank, described["detail"]))
+            at = f" at {described['line'].partition(': ')[0]}" if described["line"] else ""
+            self._fail(SimulatedRankFailed(f"{what}{at}", rank, described["detail"]))
         finally:
             self._ended.add(rank)
             self._next()
@@ -235,7 +250,7 @@ class _Turns:
     def wait(self, what_for: Callable[[], str], key: object = None) -> None:
         """Let others run, until ``go_on`` has called this rank. ``what_for``: says it in words."""
         rank = self.here.rank
-        own = _OwnOfAProcess.now(torchrun_names)
+        own = _OwnOfAProcess.now()
         self._waiting[rank] = (what_for, key)
         self._next()
         self._locks[rank].acquire()
@@ -252,11 +267,28 @@ class _Turns:
 
     def _next(self) -> None:
         if not self._ready and self._waiting:
-            self._give_up(SimulatedRankFailed(self._why_nobody_runs()))
+            self._fail(SimulatedRankFailed(self._why_nobody_runs()))
         if self._ready:
             self._locks[self._ready.popleft()].release()
 
-    def _give_up(self, failure: SimulatedRankFailed) -> None:
+    def give_up(self, what: str) -> NoReturn:
+        """End all ranks, this one as well."""
+        self._fail(SimulatedRankFailed(what))
+        raise _Abandoned
+
+    def let_others_run(self) -> None:
+        """Let each rank that can run have a turn, before this one goes on."""
+        if self._ready:
+            rank = self.here.rank
+            self._ready.append(rank)
+            own = _OwnOfAProcess.now()
+            self._next()
+            self._locks[rank].acquire()
+            if self.failure is not None:
+                raise _Abandoned
+            own.restore()
+
+    def _fail(self, failure: SimulatedRankFailed) -> None:
         self.failure = self.failure or failure
         self._ready.extend(self._waiting)
         self._waiting.clear()
@@ -276,8 +308,8 @@ torchrun_names = dict.fromkeys(torchrun_environment(RankPlace(0, 0, 0, 1, 1, 1),
 
 def names_of(ranks: Sequence[int]) -> str:
     """Such as "rank 3", "ranks 0 to 7", "ranks 0, 8 ... 1016 (128 ranks)"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else "no rank"
     step = ranks[1] - ranks[0]
     if step == 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
@@ -287,6 +319,10 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 # One collective: its ranks come one after the other, and the last one moves the data.
+
+
+MOST_TENSORS = 4
+"""So many tensors of a collective are compared between ranks, beside their number."""
 
 
 class _Joined(NamedTuple):
@@ -320,7 +356,7 @@ class _Meeting:
         return SimulatedCollective(_name(collective), _reduction(collective), self.ranks, largest)
 
     def work(self) -> None:
-        """Move the data. Raises SimulatedRankFailed if the ranks issued different collectives."""
+        """Move the data. Raises ValueError if the ranks issued different collectives."""
         in_order = [self.joined[place] for place in range(len(self.ranks))]
         issued: dict[str, list[int]] = {}
         for place, one in enumerate(in_order):
@@ -331,7 +367,7 @@ class _Meeting:
                 + (f" at {in_order[places[0]].at}" if in_order[places[0]].at else "")
                 for words, places in issued.items()
             )
-            raise SimulatedRankFailed(f"ranks of a group are in different collectives: {each}")
+            raise ValueError(f"ranks of a group are in different collectives: {each}")
         collective, data = in_order[0].collective, [one.data for one in in_order]
         kind = _KINDS.get(type(collective).__name__)
         with torch.no_grad():
@@ -352,7 +388,7 @@ class _Kind(NamedTuple):
 
 
 def _all_reduce(collective: Any, data: list[Any]) -> None:
-    reduce = _torchs()._reduce_ops[collective.op]
+    reduce = _reduction_of(collective)
     for of_ranks in zip(*data, strict=True):
         if of_ranks[0].is_sparse:  # a detached one has indices of its own, so copy to itself
             if collective.op != dist.ReduceOp.SUM:
@@ -385,22 +421,32 @@ def _broadcast(collective: Any, data: list[Any]) -> None:
             torch._foreach_copy_(others, [source] * len(others))
 
 
+def _reduction_of(collective: Any) -> Callable[[list[Tensor]], Tensor]:
+    known = _torchs()._reduce_ops
+    op = getattr(collective.op, "op", collective.op)
+    if op not in known:
+        raise NotImplementedError(
+            f"{_name(collective)} with {_reduction(collective)} is not simulated"
+        )
+    reduce: Callable[[list[Tensor]], Tensor] = known[op]
+    return reduce
+
+
 def _reduce(collective: Any, data: list[Any]) -> None:
+    reduce = _reduction_of(collective)
     for of_ranks in zip(*data, strict=True):
-        total = _torchs()._reduce_ops[collective.op]([one.detach() for one in of_ranks])
+        total = reduce([one.detach() for one in of_ranks])
         of_ranks[collective.root].detach().copy_(total)
 
 
 def _reduce_scatter(collective: Any, data: list[Any]) -> None:
-    mean = collective.op == dist.ReduceOp.AVG
+    reduce = _reduction_of(collective)
     for place, (outputs, _) in enumerate(data):
-        parts = torch.stack([given[0][place].detach() for _, given in data])
-        outputs[0].detach().copy_(parts.mean(0) if mean else parts.sum(0))
+        outputs[0].detach().copy_(reduce([given[0][place].detach() for _, given in data]))
 
 
 def _reduce_scatter_flat(collective: Any, data: list[Any]) -> None:
-    given = torch.stack([given.detach().reshape(-1) for _, given in data])
-    total = given.mean(0) if collective.op == dist.ReduceOp.AVG else given.sum(0)
+    total = _reduction_of(collective)([given.detach().reshape(-1) for _, given in data])
     for (output, _), part in zip(data, total.chunk(len(data)), strict=True):
         output.detach().view(-1).copy_(part)
 
@@ -410,6 +456,7 @@ _KINDS = {
     "ReduceScatterFlat": _Kind(lambda data: [data[1]], _reduce_scatter_flat),
     "AllReduce": _Kind(list, _all_reduce),
     "AllGather": _Kind(lambda data: list(data[1]), _all_gather),
+    "Barrier": _Kind(lambda data: [], lambda _, data: None),
     "Reduce": _Kind(list, _reduce),
     "Broadcast": _Kind(list, _broadcast),
     "ReduceScatter": _Kind(lambda data: list(data[1][0]), _reduce_scatter),
@@ -439,9 +486,12 @@ def _in_words(joined: _Joined) -> str:
     name, kind = _name(joined.collective), _KINDS.get(type(joined.collective).__name__)
     if kind is None:  # each rank may give something else
         return name
-    shapes = {one.shape: one.dtype for one in kind.given(joined.data)}
-    of = ", ".join(f"{list(shape)} {str(dtype)[6:]}" for shape, dtype in shapes.items())
-    return " ".join(filter(None, (name, _reduction(joined.collective), f"of {of}")))
+    given = kind.given(joined.data)
+    of = ", ".join(f"{list(one.shape)} {str(one.dtype)[6:]}" for one in given[:MOST_TENSORS])
+    more = f" and {len(given) - MOST_TENSORS} more" if len(given) > MOST_TENSORS else ""
+    root = getattr(joined.collective, "src", getattr(joined.collective, "root", None))
+    words = (name, _reduction(joined.collective), of and f"of {of}{more}")
+    return " ".join(filter(None, (*words, "" if root is None else f"with root {root}")))
 
 
 # Gives torch groups for threads while a world runs.
@@ -527,6 +577,9 @@ def _group_class() -> Any:
         # Torch called the two methods otherwise before version 2.13.
         _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
+        def barrier(self, opts: Any = None) -> Any:
+            return _worlds[-1].meet(self, Barrier(), [])
+
         def reduce(self, tensors: list[Tensor], options: Any) -> Any:
             op = getattr(options.reduceOp, "op", options.reduceOp)
             return _worlds[-1].meet(self, Reduce(op, options.rootRank), tensors)
@@ -559,6 +612,10 @@ class ReduceScatterFlat(NamedTuple):
     op: Any
 
 
+class Barrier(NamedTuple):
+    """A barrier, which torch's groups for threads make of an all-reduce."""
+
+
 class Reduce(NamedTuple):
     """The collective that torch's groups for threads lack: only rank ``root`` gets the sum."""
 
@@ -572,7 +629,15 @@ class _Receiving(dist.Work):
     def __init__(self, tensors: list[Tensor], sender: int, tag: int) -> None:
         super().__init__()
         self._expected = (tensors, sender, tag)
+        self._is_here = False
 
     def wait(self, *_: Any) -> bool:
-        _worlds[-1].receive(*self._expected)
+        if not self._is_here:
+            _worlds[-1].receive(*self._expected)
+            self._is_here = True
         return True
+
+    def is_completed(self) -> bool:
+        if not self._is_here and _worlds[-1].has_sent(*self._expected[1:]):
+            self.wait()
+        return self._is_here

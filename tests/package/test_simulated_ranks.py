@@ -118,6 +118,30 @@ def unused_on_rank_3(model: nn.Module, shard: Batch, rank: Rank) -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def writes_to_its_batch(model: nn.Module, batch: Batch, rank: Rank) -> None:
+    batch["x"].mul_(2.0)
+    part = slice(rank.rank, None, rank.world_size)
+    wrapped = DistributedDataParallel(model)
+    loss(wrapped, {"x": batch["x"][part] / 2}).backward()
+
+
+def one_rank_lacks_a_gradient(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    ddp(model, shard, rank)
+    if rank.rank == 1:
+        model[0].bias.grad = None  # type: ignore[index]
+
+
+def four_times(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    wrapped = DistributedDataParallel(model)
+    (4 * loss(wrapped, shard)).backward()
+
+
+def masked_rows(generator: torch.Generator) -> Batch:
+    rows = torch.randn(64, 8, generator=generator)
+    rows[31] = rows[1]
+    return {"x": rows}
+
+
 def text_of(simulation: Simulation) -> str:
     return " ".join(" ".join(whole(simulation)).split())
 
@@ -127,6 +151,7 @@ def assert_alike(case: Case, step: Any, **options: Any) -> None:
     real, found = check(case, step, **options), simulate(case, step, **options)
     assert found.outcome == real.outcome, found.failure
     assert real.comparison is not None
+    assert real.comparison.parameters
     assert found.comparison is not None
     for one, other in zip(real.comparison.parameters, found.comparison.parameters, strict=True):
         assert one.name == other.name
@@ -177,6 +202,11 @@ def test_an_update_is_that_of_real_ranks() -> None:
         (reduced_in_nodes, {}, "all_reduce SUM in 4 groups of 4, one for each node: 4 times"),
         (wrapper_dropped, {}, "rank 0: shares by ranks, 1 is as in the big batch: 16.000, 0.000"),
         (wrapper_dropped, {}, "and 12 more groups of ranks"),
+        (writes_to_its_batch, {"shards": "own"}, "writes_to_its_batch: same"),
+        (one_rank_lacks_a_gradient, {}, "different: rank 1: 0.bias is None"),
+        (four_times, {"dtype": torch.bfloat16}, " times the big batch examples: each of the 64"),
+        (ddp, {"shards": "empty"}, "examples: each of the 64 on 1 rank"),
+        (ddp, {"batch": masked_rows}, "it is not known which ones the ranks computed with"),
         (sampled_by_local_rank, {"shards": "own"}, "examples: each of the 64 on 4 ranks"),
         (first_half_only, {"shards": "own"}, "examples: 32 of 64 on no ranks, 32 of 64 on 1 rank"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,51 @@ def stops_counting(rank: Rank) -> None:
     dist.all_reduce(torch.ones(7))
 
 
+def scattered_maximum(rank: Rank) -> float:
+    part = torch.zeros(1)
+    given = torch.arange(float(rank.world_size)) * (rank.rank + 1)
+    dist.reduce_scatter_tensor(part, given, op=dist.ReduceOp.MAX)
+    return float(part)
+
+
+def from_another_root(rank: Rank) -> None:
+    dist.broadcast(torch.ones(2), src=rank.rank)
+
+
+def barrier_or_sum(rank: Rank) -> None:
+    if rank.rank == 0:
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(1))
+
+
+def swallows_errors(rank: Rank) -> None:
+    with suppress(Exception):
+        dist.all_reduce(torch.ones(3 if rank.rank else 4))
+    dist.barrier()
+
+
+def asks_until_it_is_here(rank: Rank) -> float:
+    got, neighbour = torch.zeros(1), (rank.rank + 1) % rank.world_size
+    expected: Any = dist.irecv(got, (rank.rank - 1) % rank.world_size)
+    if rank.rank:
+        dist.isend(torch.tensor([float(rank.rank)]), neighbour)
+    while rank.rank != 1 and not expected.is_completed():
+        pass
+    if rank.rank == 0:
+        dist.isend(torch.tensor([10.0]), neighbour)
+    expected.wait()
+    return float(got)
+
+
+def forgets_its_rank(rank: Rank) -> str | None:
+    if rank.rank == 1:
+        del os.environ["RANK"]
+        torch.set_default_dtype(torch.float64)
+    dist.barrier()
+    return f"{os.environ.get('RANK')} {torch.ones(1).dtype}"
+
+
 def test_each_rank_has_its_own_number_variables_and_node() -> None:
     found, _ = simulated("2x2", who_am_i)
     assert found == [(0, 4, 0, 0, 0), (1, 4, 1, 1, 0), (2, 4, 2, 0, 1), (3, 4, 3, 1, 1)]
@@ -208,6 +254,24 @@ def test_ranks_in_different_collectives_are_named() -> None:
     failure, _ = simulated("1x3", in_another_order)
     assert "rank 0 in all_reduce SUM of [5] float32 at test_simulated.py:" in failure
     assert "ranks 1 to 2 in all_reduce SUM of [3] float32" in failure
+
+
+def test_a_maximum_is_scattered_as_one() -> None:
+    assert simulated("1x3", scattered_maximum)[0] == [0.0, 3.0, 6.0]
+
+
+@pytest.mark.parametrize("work", [from_another_root, barrier_or_sum, swallows_errors])
+def test_ranks_that_differ_in_root_or_kind_fail_whatever_they_catch(work: Any) -> None:
+    assert "in different collectives" in simulated("1x3", work)[0]
+
+
+def test_a_rank_that_asks_again_and_again_lets_the_others_run() -> None:
+    assert simulated("1x3", asks_until_it_is_here)[0] == [2.0, 10.0, 1.0]
+
+
+def test_what_a_rank_deletes_or_sets_is_its_own() -> None:
+    found, _ = simulated("1x3", forgets_its_rank)
+    assert found == ["0 torch.float32", "None torch.float64", "2 torch.float32"]
 
 
 def test_a_rank_that_raises_is_named_with_its_line() -> None:
