@@ -36,6 +36,17 @@ DIGITS = 32
 NARROW = 1e-3
 """A limit up to this tells multiples apart, see ``is_a_whole_multiple``."""
 
+LARGE_PART = 1e-3
+"""A gradient that is a smaller part of the largest may be nothing but rounding, which comes in
+whole multiples of the last bit.
+"""
+
+FEWEST_TOLD = 16
+"""Fewer elements may be multiples of what is right by chance, if all of them are rounding."""
+
+MOST_TIMES = 4096
+"""No layout has more ranks; a larger factor is not looked at."""
+
 CERTAIN = 1000.0
 """A parameter that is so many times beyond its limit is wrong, however well it is rounded."""
 
@@ -175,8 +186,11 @@ class Comparison:
         """True if each parameter that differs is, on each rank, 2, 3 ... times the true gradient,
         or 1/2, 1/3 ... of it, within its limit. Rounding may move a common factor, but not there.
         """
-        return bool(self.differing) and all(
-            rank.within or is_whole_multiple(rank, one.limit.relative)
+        most = max((one.norm for one in self.parameters), default=0.0)
+        elements = sum(math.prod(one.shape) for one in self.differing)
+        return elements >= FEWEST_TOLD and all(
+            rank.within
+            or (one.norm > LARGE_PART * most and is_whole_multiple(rank, one.limit.relative))
             for one in self.differing
             for rank in one.by_rank
         )
@@ -214,7 +228,7 @@ class Comparison:
 def is_whole_multiple(error: RankError, limit: float) -> bool:
     """True if the gradient is a whole multiple or part of the true one, within this limit."""
     factor = max(error.factor, 1 / error.factor if error.factor else 0.0)
-    if not (math.isfinite(factor) and limit < NARROW and error.unexplained <= limit):
+    if not (factor <= MOST_TIMES and limit < NARROW and error.unexplained <= limit):
         return False
     return round(factor) >= 2 and abs(factor - round(factor)) <= limit * factor
 

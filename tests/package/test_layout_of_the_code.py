@@ -18,7 +18,7 @@ BUDGETS = {
     "case": 3_336,
     "checking": 1_463,
     "commands": 6_256,
-    "comparison": 2_267,
+    "comparison": 2_281,
     "diagnosis": 21_999,
     "faults": 2_352,
     "gate": 1_971,
