@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ SIZES = ((10**9, 2), (7 * 10**9, 64), (70 * 10**9, 1024))
 
 TOKENS = 2048
 """Tokens of an example."""
+
+TENSORS = 720
+"""The parameter tensors of a model of 80 layers with nine in each."""
 
 REFERENCE_BYTES = 16
 """A weight and its gradient in float64."""
@@ -113,6 +117,12 @@ def worked_out(flops: float, elements: float, network: float) -> Iterator[str]:
             f"{own / elements:>12,.1f} s"
             f"{parameters * 8 / network:>14,.0f} s"
         )
+    sent = len(pickle.dumps(Sums().sent()))
+    ranks = SIZES[-1][1]
+    yield (
+        f"a rank sends {sent} bytes for each parameter tensor: {ranks:,} ranks "
+        f"{sent * TENSORS * ranks / 2**20:,.0f} MiB for {TENSORS} tensors"
+    )
 
 
 def main() -> int:

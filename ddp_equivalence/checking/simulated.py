@@ -9,48 +9,41 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Unpack
 
 import psutil
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from ddp_equivalence.case.batch import dim_of, take
-from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
-from ddp_equivalence.case.build import build_model, build_whole_batch, given_to, loss_of
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.build import build_model, build_whole_batch, loss_of
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.random_state import (
-    Seeds,
-    seeded,
-    step_seed,
-    without_restoring_random_state,
-)
+from ddp_equivalence.case.random_state import without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, split
-from ddp_equivalence.case.training import Clipping, Compare, GradientKey, Training
+from ddp_equivalence.case.training import Clipping, Compare, GradientKey
 from ddp_equivalence.comparison.chunks import chunks
 from ddp_equivalence.comparison.comparison import Comparator, Comparison
-from ddp_equivalence.comparison.gradients import describe, in_first_step
+from ddp_equivalence.comparison.gradients import describe
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.diagnosis.residual import fitted_mixture
-from ddp_equivalence.measurement.measure import finished
-from ddp_equivalence.measurement.on_rank import ParameterNames
+from ddp_equivalence.measurement.example_lookup import ExampleLookup
+from ddp_equivalence.measurement.measure import finished, least_precise, work_of
+from ddp_equivalence.measurement.observation import heard
+from ddp_equivalence.measurement.on_rank import ParameterNames, Races, RunOfStep, given_here
 from ddp_equivalence.measurement.operation_log import autocast_entered
 from ddp_equivalence.measurement.request import CheckOptions, check_batch, read_request
-from ddp_equivalence.measurement.returned import tensors_by_name
+from ddp_equivalence.measurement.returned import DeclaredRows
 from ddp_equivalence.measurement.whole_tensors import FlatParameters, WholeTensors
-from ddp_equivalence.measurement.work import is_prepared
+from ddp_equivalence.measurement.work import Work
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
-from ddp_equivalence.ranks.process_state import as_a_script_has_them
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.simulated import (
     SimulatedCollective,
@@ -162,18 +155,7 @@ def simulate(case: Case, step: Any, **options: Unpack[CheckOptions]) -> Simulati
 # What is asked, checked before anything runs.
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The case and the step, and how they are compared, as they travel to the process."""
-
-    case: Case
-    step: Any
-    compare: Compare
-    training: Training
-    seeds: Seeds
-
-
-def _work_of(case: Case, step: Any, options: CheckOptions) -> _Work:
+def _work_of(case: Case, step: Any, options: CheckOptions) -> Work:
     """Raises BadCase for what cannot be right."""
     strategy = STRATEGIES.get(step) if isinstance(step, str) else None
     if strategy is not None and (why := why_not_simulated(strategy)):
@@ -193,7 +175,8 @@ def _work_of(case: Case, step: Any, options: CheckOptions) -> _Work:
     if strategy is not None:
         _check_model(strategy, case)
     model = build_model(case)
-    held = COPIES * sum(one.nbytes for one in model.parameters()) * case.ranks.world_size
+    state = (*model.parameters(), *model.buffers())
+    held = COPIES * sum(one.nbytes for one in state) * case.ranks.world_size
     room = MOST_OF_MEMORY * int(psutil.virtual_memory().available)
     if held > room:
         right = (
@@ -201,7 +184,7 @@ def _work_of(case: Case, step: Any, options: CheckOptions) -> _Work:
             f"of this one take about {held / 2**30:.0f} GiB, and {room / 2**30:.0f} are free"
         )
         raise BadCase("layout", case.layout, right)
-    return _Work(case, step, request.compare, request.training, request.seeds)
+    return replace(work_of(request), case=case)
 
 
 def _options_of(strategy: Strategy, options: CheckOptions) -> CheckOptions:
@@ -243,7 +226,7 @@ class _Left:
     read: frozenset[int] | None
 
 
-def _simulated(_: Rank, work: _Work) -> dict[str, Any]:
+def _simulated(_: Rank, work: Work) -> dict[str, Any]:
     """Run all ranks and compare what they leave. Returns fields of a Simulation."""
     case, step = work.case, work.step
     found: dict[str, Any] = {"outcome": "unknown"}
@@ -253,12 +236,12 @@ def _simulated(_: Rank, work: _Work) -> dict[str, Any]:
     world = SimulatedWorld[_Left](case.ranks)
     with without_restoring_random_state():
         expected = Expected(big_batch(case, work.compare, work.training))
-        ranks = _Ranks(work, world)
         try:
-            left = ranks.run()
+            with autocast_entered() as autocast:
+                left = _Ranks(work).left_in(world)
         except SimulatedRankFailed as error:
             return found | {"failure": _in_words(error)}
-        comparison = _compared(expected, left, ranks.autocast)
+        comparison = _compared(expected, left, least_precise(dtype for _, dtype in autocast))
         held = () if comparison.same else _held(work, expected, comparison, left)
     return found | {
         "outcome": "same" if comparison.same else "different",
@@ -270,90 +253,61 @@ def _simulated(_: Rank, work: _Work) -> dict[str, Any]:
 
 
 class _Ranks:
-    """Runs the step on all ranks of a world. What watches a process is shared by its ranks.
+    """Runs the step on all ranks of a world. What watches a process is shared by its ranks."""
 
-    ``autocast``: the least precise dtype of the autocast regions that they entered.
-    """
-
-    def __init__(self, work: _Work, world: SimulatedWorld[_Left]) -> None:
-        self._work, self._world = work, world
+    def __init__(self, work: Work) -> None:
+        self._work = work
         self._whole, self._sizes = build_whole_batch(work.case)
-        shards = [split(work.case.shards, size, work.case.ranks.world_size) for size in self._sizes]
-        self._shards = shards
-        self._rows = _Rows(self._whole, work.case)
+        self._shards = [
+            split(work.case.shards, size, work.case.ranks.world_size) for size in self._sizes
+        ]
         self._flat, self._clipping = FlatParameters(), _ClippingByRank()
-        self.autocast: torch.dtype | None = None
 
-    def run(self) -> list[_Left]:
-        """Raises SimulatedRankFailed."""
-        with self._flat.recorded(), self._clipping.watched(), autocast_entered() as autocast:
-            left = self._world.run(self._live)
-        self.autocast = max(
-            (dtype for _, dtype in autocast), key=lambda one: torch.finfo(one).eps, default=None
-        )
-        return left
+    def left_in(self, world: SimulatedWorld[_Left]) -> list[_Left]:
+        """What each rank leaves. Raises SimulatedRankFailed."""
+        with self._flat.recorded(), self._clipping.watched():
+            return world.run(self._live)
 
     def _live(self, rank: Rank) -> _Left:
         work, case = self._work, self._work.case
         model = build_model(case)
         names = ParameterNames(model)
-        held = WholeTensors(model, names, self._flat)
-        before = held.weights() if work.compare == "update" else {}
-        (given,) = given_to(
-            rank.rank, case, self._whole, self._sizes, undivided=False, together=False
+        given = given_here(rank, work, self._whole, self._sizes)
+        at = self._shards[0].indices[rank.rank]
+        rows = _RowsRead(ExampleLookup(self._whole, [(given[0], at)], case.batch_dims))
+        run = RunOfStep(
+            rank=rank,
+            work=work,
+            model=model,
+            held=WholeTensors(model, names, self._flat),
+            races=Races(rank.device),
+            planted=None,
+            declared=DeclaredRows([at]),
+            observer=None,
+            clipping=self._clipping.of_this_rank,
         )
-        given = map_tensors(_copy, given)  # a step may write to its batch
-        read = self._rows.read_by(model, is_given=bool(self._shards[0].indices[rank.rank]))
-        task = Task(case, model, rank, self._shards, lr=work.training.lr)
-        with as_a_script_has_them(rank):
-            returned = self._step(task)(given)
-        self._world.stop_counting()
-        left = self._left(held, before, returned)
-        return _Left(in_first_step(left), read())
-
-    def _step(self, task: Task) -> Callable[[Any], Any]:
-        step, rank = self._work.step, task.rank
-        if isinstance(step, str):
-            prepared = STRATEGIES[step].prepare(task)
-        elif is_prepared(step):
-            with seeded(step_seed(self._work.case, 0, rank.rank, self._work.seeds)):
-                prepared = step(task.model, rank)
-        else:
-            prepared = partial(_called, step, task.model, rank)
-        seed = step_seed(self._work.case, 0, rank.rank, self._work.seeds)
-
-        def run(given: Any) -> Any:
-            with seeded(seed):
-                return prepared(given)
-
-        return run
-
-    def _left(
-        self, held: WholeTensors, before: Mapping[str, Tensor], returned: Any
-    ) -> dict[str, Tensor | None]:
-        """The gradients or updates, copied: the rank's memory is freed when it has ended."""
-        if self._work.compare == "update":
-            if returned is None:
-                return _copied(held.updates(before))
-            return _copied(held.updates_to(held.returned(tensors_by_name(returned)), before))
-        clipping = self._clipping.of_this_rank
-        if returned is not None:
-            tensors = tensors_by_name(returned)
-        else:
-            tensors = {name: one.grad for name, one in held.parameters().items()}
-        kept = clipping.before(tensors.values())
-        if returned is None and not kept:
-            return _copied(held.gradients())
-        tensors = {name: kept.get(id(one), one) for name, one in tensors.items()}
-        return _copied(held.returned(tensors) if returned is not None else held.whole(tensors, {}))
+        with heard(model, rows.hear):
+            task = Task(case, model, rank, self._shards, lr=work.training.lr)
+            gradients = run.train(task, given)
+        return _Left(gradients, rows.examples if rows.examples or at else frozenset())
 
 
-def _called(step: Any, model: nn.Module, rank: Rank, given: Any) -> Any:
-    return step(model, given, rank)
+class _RowsRead:
+    """``examples``: those with which the model was called; None if some are not known."""
 
+    def __init__(self, lookup: ExampleLookup) -> None:
+        self._lookup = lookup
+        self.examples: frozenset[int] | None = None
+        self._is_known = True
 
-def _copied(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if one is None else one.detach().clone() for name, one in tensors.items()}
+    def hear(self, arguments: object) -> None:
+        """The model is called with these arguments."""
+        if not torch.is_grad_enabled():
+            return
+        rows = self._lookup.rows_of(arguments)
+        self._is_known &= rows is not None and rows.is_certain
+        read = frozenset() if rows is None else frozenset(rows.if_certain)
+        self.examples = (self.examples or frozenset()) | read if self._is_known else None
 
 
 class _ClippingByRank(Clipping):
@@ -363,60 +317,22 @@ class _ClippingByRank(Clipping):
         super().__init__()
         self._here = threading.local()
 
-    @property
     def of_this_rank(self) -> Clipping:
-        if not hasattr(self._here, "clipping"):
-            self._here.clipping = Clipping()
-        clipping: Clipping = self._here.clipping
+        """What hears the calls of this thread from now on."""
+        clipping = self._here.clipping = _WatchedElsewhere()
         return clipping
 
-    def _clip(self, *arguments: Any, **named: Any) -> Any:
-        return self.of_this_rank._clip(*arguments, **named)
+    def _clip(self, clip: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        here: Clipping | None = getattr(self._here, "clipping", None)
+        if here is None:  # a strategy clips, or a trainer, whose gradients are not kept
+            return clip(*arguments, **named)
+        return here._clip(clip, *arguments, **named)
 
 
-class _Rows:
-    """Finds the examples of a batch again by the values of their rows, in what a model is given.
-    Rows that several examples share tell nothing; with an example that has no others, nothing is
-    known.
-    """
-
-    def __init__(self, whole: Any, case: Case) -> None:
-        at: dict[bytes, list[int]] = {}
-        for path, leaf in leaves_of(whole):
-            if isinstance(leaf, Tensor) and leaf.dim() and dim_of(path, leaf, case.batch_dims) == 0:
-                for index, key in enumerate(_keys(leaf)):
-                    at.setdefault(key, []).append(index)
-        self._at = {key: indices[0] for key, indices in at.items() if len(indices) == 1}
-        every = {index for indices in at.values() for index in indices}
-        self._all_are_known = every <= set(self._at.values())
-
-    def read_by(self, model: nn.Module, is_given: bool) -> Callable[[], frozenset[int] | None]:
-        """Listen to the model from now on. The result returns what it has been given since; None
-        if that is not known. ``is_given``: the rank has examples.
-        """
-        found: set[int] = set()
-
-        def hear(_: nn.Module, arguments: Any, named: Any) -> None:
-            if torch.is_grad_enabled():
-                for one in pytree.tree_leaves((arguments, named)):
-                    if isinstance(one, Tensor) and one.dim():
-                        found.update(self._at[key] for key in _keys(one) if key in self._at)
-
-        model.register_forward_pre_hook(hear, with_kwargs=True)
-        return lambda: frozenset(found) if self._all_are_known and (found or not is_given) else None
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _keys(leaf: Tensor) -> list[bytes]:
-    if not leaf.numel():
-        return []
-    with torch.no_grad():
-        rows = leaf.detach().contiguous().reshape(leaf.shape[0], -1)
-        kind = f"{leaf.dtype}{tuple(leaf.shape[1:])}".encode()
-        return [kind + row.view(torch.uint8).numpy().tobytes() for row in rows]
+class _WatchedElsewhere(Clipping):
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        yield
 
 
 def _in_words(error: SimulatedRankFailed) -> str:
@@ -455,7 +371,7 @@ def _reads(left: Sequence[_Left], examples: int) -> tuple[int, ...] | None:
 
 
 def _held(
-    work: _Work, expected: Expected, comparison: Comparison, left: Sequence[_Left]
+    work: Work, expected: Expected, comparison: Comparison, left: Sequence[_Left]
 ) -> tuple[Held, ...]:
     """The groups of ranks that hold the same, and what they hold."""
     groups: dict[str, list[int]] = {}
@@ -513,17 +429,18 @@ def _shares(
     """Rank -> how often the examples of each part count in what it holds, in the finest parts that
     can be told apart; empty if none explain it. The loss of a part is that of its examples alone.
     """
+    batch, (size,) = build_whole_batch(case)
+    batch = in_dtype(batch, torch.float64)
     if case.shards == OWN:
         by_rank = [one.read or frozenset() for one in left]
     else:
-        (size,) = build_whole_batch(case)[1]
         by_rank = [frozenset(one) for one in split(case.shards, size, len(left)).indices]
     mixtures = torch.stack([right, *measured.values()])
     for name, ranks_of_parts in _parts(case.ranks):
         parts = [frozenset().union(*(by_rank[rank] for rank in ranks)) for ranks in ranks_of_parts]
         if not all(parts) or len(parts) >= right.numel():
             continue
-        pieces = torch.stack([_gradient_of(case, sorted(part), keys) for part in parts])
+        pieces = torch.stack([_gradient_of(case, batch, sorted(part), keys) for part in parts])
         weights = fitted_mixture(pieces, mixtures).weights
         if weights is None or bool((weights[0].abs() < EXPLAINED).any()):
             continue
@@ -548,16 +465,18 @@ def _parts(layout: Layout) -> Iterable[tuple[str, list[list[int]]]]:
     yield "blocks of nodes", [[rank for node in block for rank in node] for block in blocks]
 
 
-def _gradient_of(case: Case, examples: Sequence[int], keys: Sequence[GradientKey]) -> Tensor:
-    """The gradient of the loss of these examples alone."""
+def _gradient_of(
+    case: Case, batch: Any, examples: Sequence[int], keys: Sequence[GradientKey]
+) -> Tensor:
+    """The gradient of the loss of these examples of the batch alone."""
     model = build_model(case).double()
-    whole = in_dtype(build_whole_batch(case)[0], torch.float64)
-    loss_of(case)(model, take(whole, examples, case.batch_dims)).backward()
+    loss_of(case)(model, take(batch, examples, case.batch_dims)).backward()
     by_name = dict(model.named_parameters())
+    own = [by_name[name] for _, name in keys]
     return _flat(
         {
-            key: torch.zeros_like(by_name[key[1]]) if (one := by_name[key[1]].grad) is None else one
-            for key in keys
+            key: torch.zeros_like(one) if one.grad is None else one.grad
+            for key, one in zip(keys, own, strict=True)
         },
         keys,
     )

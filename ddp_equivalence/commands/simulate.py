@@ -90,7 +90,7 @@ def _run_file(arguments: argparse.Namespace) -> int:
     from ddp_equivalence.checking.simulated import simulate
 
     simulation = simulate(replace(found.case, **changes), found.step, **options)
-    print("\n".join(whole(simulation)))
+    print("\n".join(report_lines(simulation)))
     return EXIT_CODE_OF_OUTCOME[simulation.outcome]
 
 
@@ -123,7 +123,7 @@ def _run_strategies(arguments: argparse.Namespace) -> int:
             rows.append((name, f"not tried: {error}", "", ""))
             continue
         if len(arguments.target) == 1:
-            print("\n".join(whole(found)))
+            print("\n".join(report_lines(found)))
         judged, kept = judged and not found.failure, kept and found.keeps_promise
         rows.append((name, _summary(found), found.promised or "same", f"{found.seconds:.1f}"))
     if len(arguments.target) != 1:
@@ -142,7 +142,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 # What is printed of one simulation.
 
 
-def whole(simulation: Simulation) -> Iterator[str]:
+def report_lines(simulation: Simulation) -> Iterator[str]:
     """The lines that say what simulated ranks hold, read and issue."""
     yield from wrapped(f"{simulation.subject}: {_summary(simulation)}", "")
     if simulation.promised is not None:

@@ -33,6 +33,9 @@ from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance, relati
 DIGITS = 32
 """So many hexadecimal digits of a digest are kept."""
 
+LARGE = 2_000_000
+"""The big batch of a model with so many elements takes long, and measuring its rounding longer."""
+
 NARROW = 1e-3
 """A limit up to this tells multiples apart, see ``is_a_whole_multiple``."""
 
@@ -40,9 +43,6 @@ LARGE_PART = 1e-3
 """A gradient that is a smaller part of the largest may be nothing but rounding, which comes in
 whole multiples of the last bit.
 """
-
-FEWEST_TOLD = 16
-"""Fewer elements may be multiples of what is right by chance, if all of them are rounding."""
 
 MOST_TIMES = 4096
 """No layout has more ranks; a larger factor is not looked at."""
@@ -183,16 +183,20 @@ class Comparison:
 
     @property
     def is_a_whole_multiple(self) -> bool:
-        """True if each parameter that differs is, on each rank, 2, 3 ... times the true gradient,
-        or 1/2, 1/3 ... of it, within its limit. Rounding may move a common factor, but not there.
+        """True if each parameter of a large model that differs is, on each rank, 2, 3 ... times the
+        true gradient, or 1/2, 1/3 ... of it, within its limit. Rounding may move a common factor,
+        but not there; a few elements that are nothing but rounding may be such multiples, too.
         """
         most = max((one.norm for one in self.parameters), default=0.0)
-        elements = sum(math.prod(one.shape) for one in self.differing)
-        return elements >= FEWEST_TOLD and all(
-            rank.within
-            or (one.norm > LARGE_PART * most and is_whole_multiple(rank, one.limit.relative))
-            for one in self.differing
-            for rank in one.by_rank
+        return (
+            self.elements >= LARGE
+            and bool(self.differing)
+            and all(
+                rank.within
+                or (one.norm > LARGE_PART * most and is_whole_multiple(rank, one.limit.relative))
+                for one in self.differing
+                for rank in one.by_rank
+            )
         )
 
     @property

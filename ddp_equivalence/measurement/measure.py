@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -223,7 +223,11 @@ def _collected(
 
 def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:
     """The least precise dtype of an autocast region that a rank entered; None without any."""
-    dtypes = {dtype for one in evidence.values() for _, dtype in one.autocast}
+    return least_precise(dtype for one in evidence.values() for _, dtype in one.autocast)
+
+
+def least_precise(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The least precise of these dtypes; None without any."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -207,7 +207,7 @@ def _data(
     if work.order:
         whole = take(whole, work.order, case.batch_dims)
     shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
-    given = _given(rank, work, whole, sizes)
+    given = given_here(rank, work, whole, sizes)
     data = digest_leaves(given)
     given = [move(examples, rank.device) for examples in given]
     at = _positions(rank, sizes, shards, len(given))
@@ -225,7 +225,7 @@ def _of_first_step(gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, 
     return {name: gradient for (step, name), gradient in gradients.items() if step == 0}
 
 
-def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:
+def given_here(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:
     """The examples that the rank is given, still on the CPU.
 
     A user's own trainer is called once for all steps, so it is given their examples together,
@@ -267,6 +267,7 @@ class RunOfStep:
 
     ``of_optimizers``: what Evidence says of optimizers and clipping, by field: how often one has
     stepped while a user's own step ran, and the calls by which torch clipped gradients meanwhile.
+    ``clipping``: makes what watches torch clip in one step.
     """
 
     def __init__(
@@ -279,8 +280,10 @@ class RunOfStep:
         planted: PlantedFault | None,
         declared: DeclaredRows,
         observer: Observer | None,
+        clipping: Callable[[], Clipping] = Clipping,
     ) -> None:
         self._rank, self._work, self._model = rank, work, model
+        self._clipping = clipping
         self._held, self._races = held, races
         self._planted, self._declared, self._observer = planted, declared, observer
         self.of_optimizers = OfOptimizers()
@@ -411,7 +414,7 @@ class RunOfStep:
         gradients in the end, return them as they were before.
         """
         self._model.zero_grad(set_to_none=True)
-        clipping = Clipping()
+        clipping = self._clipping()
         of_the_user = not isinstance(self._work.step, str) and not self._work.after_clipping
         kept = clipping.watched() if of_the_user else nullcontext()
         with self._seeded(number), self._races.watched(), kept:

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,13 +102,28 @@ _left_out: dict[str, set[int]] = {}
 def of_the_suite() -> Iterator[None]:
     """The block issues collectives that are the suite's own: no evidence of a step has them."""
     before = _newest_recorded()
+    _blocks_here.count += 1
     try:
         with nobody_listening():
             yield
     finally:
+        _blocks_here.count -= 1
         for function, newest in _newest_recorded().items():
             new = range(before.get(function, -1) + 1, newest + 1)
             _left_out.setdefault(function, set()).update(new)
+
+
+class _Blocks(threading.local):
+    count = 0
+
+
+_blocks_here = _Blocks()
+"""How many blocks of ``of_the_suite`` this thread is in. Simulated ranks are threads."""
+
+
+def is_of_the_suite() -> bool:
+    """True if what this thread issues is the suite's own."""
+    return _blocks_here.count > 0
 
 
 def _newest_recorded() -> dict[str, int]:

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import messages, process_state
+from ddp_equivalence.ranks.collectives import is_of_the_suite
 from ddp_equivalence.ranks.environment import torchrun_environment
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.users_line import counts_as_torch, users_line
@@ -66,7 +67,8 @@ class SimulatedRankFailed(Exception):
 
 
 class SimulatedWorld(Generic[T]):
-    """The ranks of a layout. ``collectives``: how often the ranks issued each, while they measured.
+    """The ranks of a layout. ``collectives``: how often the ranks issued each, but for the suite's
+    own.
 
     A world is for a process of its own: inside ``run``, torch has process groups for threads only.
     """
@@ -99,18 +101,17 @@ class SimulatedWorld(Generic[T]):
             raise self._turns.failure
         return [self._results[rank] for rank in range(self._layout.world_size)]
 
-    def stop_counting(self) -> None:
-        """Collectives that this rank issues from here on are no longer the step's."""
-        self._turns.here.counts = False
-
     def _live(self, row: RankPlace, work: Callable[[Rank], T]) -> None:
         place = (row.rank, row.world_size, row.local_rank, row.local_world_size)
         rank = Rank(*place, row.node, row.nodes, CPU, BACKEND)
-        with self._turns.of(row.rank, torchrun_environment(row, port=1)):
+
+        def live() -> None:
             dist.init_process_group(
                 BACKEND, rank=row.rank, world_size=row.world_size, store=self._store
             )
             self._results[row.rank] = work(rank)
+
+        self._turns.take(row.rank, torchrun_environment(row, port=1), live)
 
     def meet(self, group: dist.ProcessGroup, collective: Any, data: Any) -> Any:
         """Take part in a collective of the group; return a handle of torch's when it is done. An
@@ -118,36 +119,36 @@ class SimulatedWorld(Generic[T]):
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if (here := self._turns.here.rank) != ranks[group.rank()]:
-            what = (
-                f"rank {here} uses a process group of rank {ranks[group.rank()]}: simulated ranks "
+            owner = ranks[group.rank()]
+            self._turns.give_up(
+                f"rank {here} uses a process group of rank {owner}: simulated ranks share what "
+                "their process keeps, such as code that torch.compile has compiled"
             )
-            what += "share what their process keeps, such as code that torch.compile has compiled"
-            self._turns.give_up(what)
         key = (str(group.group_name), ranks)
         meeting = self._meetings.setdefault(key, _Meeting(ranks))
         meeting.joined[group.rank()] = _Joined(collective, data, users_line(sys._getframe()))
         if len(meeting.joined) < len(ranks):
-            self._turns.wait(meeting.missing)
+            self._turns.wait(meeting.missing, key)
         else:
             del self._meetings[key]
-            if self._turns.here.counts:
+            if not is_of_the_suite():
                 self.collectives[meeting.described()] += 1
             try:
                 meeting.work()
             except Exception as error:  # nothing that the step could catch
                 self._turns.give_up(str(error))
-            self._turns.go_on(ranks)
+            self._turns.go_on(ranks, key)
         return _torchs().ret_work(data)
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         """Send copies to another rank, which need not wait for them yet."""
         key = (self._turns.here.rank, to, tag)
         copies = [one.detach().clone() for one in tensors]
-        if self._turns.here.counts:
+        if not is_of_the_suite():
             ranks = (self._turns.here.rank, to)
             self.collectives[SimulatedCollective("send", "", ranks, copies[0].numel())] += 1
         self._sent.setdefault(key, deque()).append(copies)
-        self._turns.go_on([to], who_wait_for=key)
+        self._turns.go_on([to], key)
         return _torchs().ret_work(tensors)
 
     def has_sent(self, sender: int, tag: int) -> bool:
@@ -174,34 +175,34 @@ class _Abandoned(BaseException):
 
 
 class _Here(threading.local):
-    """What a thread knows of itself: its rank, and whether its collectives are counted."""
+    """The rank of this thread; -1 of a thread that is none."""
 
     rank = -1
-    counts = True
+
+
+TORCHRUN_NAMES = tuple(torchrun_environment(RankPlace(0, 0, 0, 1, 1, 1), 1))
+"""The variables of which each rank has its own values."""
 
 
 @dataclass
 class _OwnOfAProcess:
-    """``environment``: the variables that differ between ranks. The rest: states of generators, and
-    how the step has started its process group.
+    """``environment``: the variables that differ between ranks. ``scripts``: how the step has
+    started its process group. The rest: the states of generators, and torch's default dtype.
     """
 
     environment: dict[str, str]
+    scripts: list[Any] = field(default_factory=lambda: process_state.current_scripts[:])
     torchs: Tensor = field(default_factory=torch.get_rng_state)
     numpys: Any = field(default_factory=np.random.get_state)
     pythons: Any = field(default_factory=random.getstate)
-    scripts: list[Any] = field(default_factory=list)
-
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     @classmethod
     def now(cls) -> _OwnOfAProcess:
-        own = cls({name: os.environ[name] for name in torchrun_names if name in os.environ})
-        own.scripts = process_state.current_scripts[:]
-        return own
+        return cls({name: os.environ[name] for name in TORCHRUN_NAMES if name in os.environ})
 
     def restore(self) -> None:
-        for name in torchrun_names:
+        for name in TORCHRUN_NAMES:
             os.environ.pop(name, None)
         os.environ.update(self.environment)
         torch.set_rng_state(self.torchs)
@@ -227,15 +228,14 @@ class _Turns:
         """Let the first rank run."""
         self._next()
 
-    @contextmanager
-    def of(self, rank: int, environment: dict[str, str]) -> Iterator[None]:
-        """The life of a rank, from its first turn on. If it fails, all others are given up."""
+    def take(self, rank: int, environment: dict[str, str], live: Callable[[], None]) -> None:
+        """Let a rank live, from its first turn on. If it fails, all others are given up."""
         self.here.rank = rank
         self._locks[rank].acquire()
         try:
             if self.failure is None:
                 replace(self._at_start, environment=environment).restore()
-                yield
+                live()
         except _Abandoned:
             pass
         except BaseException as error:
@@ -247,23 +247,33 @@ class _Turns:
             self._ended.add(rank)
             self._next()
 
-    def wait(self, what_for: Callable[[], str], key: object = None) -> None:
-        """Let others run, until ``go_on`` has called this rank. ``what_for``: says it in words."""
-        rank = self.here.rank
+    def wait(self, what_for: Callable[[], str], key: object) -> None:
+        """Let others run, until ``go_on`` calls who waits for this ``key``. ``what_for``: says it
+        in words.
+        """
+        self._waiting[self.here.rank] = (what_for, key)
+        self._until_its_turn()
+
+    def go_on(self, ranks: Iterable[int], key: object) -> None:
+        """These ranks may run again, as far as they wait for this."""
+        for rank in ranks:
+            if rank in self._waiting and self._waiting[rank][1] == key:
+                del self._waiting[rank]
+                self._ready.append(rank)
+
+    def let_others_run(self) -> None:
+        """Let each rank that can run have a turn, before this one goes on."""
+        if self._ready:
+            self._ready.append(self.here.rank)
+            self._until_its_turn()
+
+    def _until_its_turn(self) -> None:
         own = _OwnOfAProcess.now()
-        self._waiting[rank] = (what_for, key)
         self._next()
-        self._locks[rank].acquire()
+        self._locks[self.here.rank].acquire()
         if self.failure is not None:
             raise _Abandoned
         own.restore()
-
-    def go_on(self, ranks: Any, who_wait_for: object = None) -> None:
-        """These ranks may run again, as far as they wait for this."""
-        for rank in ranks:
-            if rank in self._waiting and self._waiting[rank][1] == who_wait_for:
-                del self._waiting[rank]
-                self._ready.append(rank)
 
     def _next(self) -> None:
         if not self._ready and self._waiting:
@@ -275,18 +285,6 @@ class _Turns:
         """End all ranks, this one as well."""
         self._fail(SimulatedRankFailed(what))
         raise _Abandoned
-
-    def let_others_run(self) -> None:
-        """Let each rank that can run have a turn, before this one goes on."""
-        if self._ready:
-            rank = self.here.rank
-            self._ready.append(rank)
-            own = _OwnOfAProcess.now()
-            self._next()
-            self._locks[rank].acquire()
-            if self.failure is not None:
-                raise _Abandoned
-            own.restore()
 
     def _fail(self, failure: SimulatedRankFailed) -> None:
         self.failure = self.failure or failure
@@ -300,10 +298,6 @@ class _Turns:
         waits = [f"{names_of(ranks)} for {why}" for why, ranks in by_reason.items()]
         ended = f"; {names_of(sorted(self._ended))} ended" if self._ended else ""
         return f"the ranks wait for ever: {'; '.join(waits)}{ended}"
-
-
-torchrun_names = dict.fromkeys(torchrun_environment(RankPlace(0, 0, 0, 1, 1, 1), 1), "")
-"""The variables of which each rank has its own values."""
 
 
 def names_of(ranks: Sequence[int]) -> str:
@@ -451,6 +445,27 @@ def _reduce_scatter_flat(collective: Any, data: list[Any]) -> None:
         output.detach().view(-1).copy_(part)
 
 
+class AllGatherFlat(NamedTuple):
+    """An all-gather into one tensor, which torch's groups for threads would cut into pieces."""
+
+
+class ReduceScatterFlat(NamedTuple):
+    """A reduce-scatter out of one tensor, likewise."""
+
+    op: Any
+
+
+class Barrier(NamedTuple):
+    """A barrier, which torch's groups for threads make of an all-reduce."""
+
+
+class Reduce(NamedTuple):
+    """The collective that torch's groups for threads lack: only rank ``root`` gets the sum."""
+
+    op: Any
+    root: int
+
+
 _KINDS = {
     "AllGatherFlat": _Kind(lambda data: [data[1]], _all_gather_flat),
     "ReduceScatterFlat": _Kind(lambda data: [data[1]], _reduce_scatter_flat),
@@ -461,6 +476,15 @@ _KINDS = {
     "Broadcast": _Kind(list, _broadcast),
     "ReduceScatter": _Kind(lambda data: list(data[1][0]), _reduce_scatter),
 }
+
+
+NAMES = {
+    "AllGatherFlat": "all_gather_into_tensor",
+    "ReduceScatterFlat": "reduce_scatter_tensor",
+    "AllToAll": "all_to_all",
+    "AllToAllBase": "all_to_all_single",
+}
+"""Names that do not follow from those of the classes."""
 
 
 def _given(collective: Any, data: Any) -> list[Tensor]:
@@ -591,36 +615,6 @@ def _group_class() -> Any:
             return _Receiving(tensors, dist.get_global_rank(self, sender), tag)
 
     return Group
-
-
-NAMES = {
-    "AllGatherFlat": "all_gather_into_tensor",
-    "ReduceScatterFlat": "reduce_scatter_tensor",
-    "AllToAll": "all_to_all",
-    "AllToAllBase": "all_to_all_single",
-}
-"""Names that do not follow from those of the classes."""
-
-
-class AllGatherFlat(NamedTuple):
-    """An all-gather into one tensor, which torch's groups for threads would cut into pieces."""
-
-
-class ReduceScatterFlat(NamedTuple):
-    """A reduce-scatter out of one tensor, likewise."""
-
-    op: Any
-
-
-class Barrier(NamedTuple):
-    """A barrier, which torch's groups for threads make of an all-reduce."""
-
-
-class Reduce(NamedTuple):
-    """The collective that torch's groups for threads lack: only rank ``root`` gets the sum."""
-
-    op: Any
-    root: int
 
 
 class _Receiving(dist.Work):

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_equivalence import Verdict, check, observe
 from ddp_equivalence.checking.simulated import simulate
-from ddp_equivalence.commands.simulate import whole
+from ddp_equivalence.commands.simulate import report_lines
 from ddp_equivalence.commands.user_file import load
 from ddp_equivalence.observed_scripts import launch
 from tests.combinations import one_of_each
@@ -123,7 +123,7 @@ def test_the_script_that_is_observed_is_judged_as_the_pages_show(
 def test_the_example_that_is_simulated_leaves_what_its_page_shows() -> None:
     found = load(EXAMPLES / "divided_by_the_node.py", "step")
     simulation = simulate(replace(found.case, layout="128x8"), found.step)
-    *lines, seconds = whole(simulation)
+    *lines, seconds = report_lines(simulation)
     command = "$ ddp-equivalence simulate examples/divided_by_the_node.py --layout 128x8"
     assert "\n".join((command, *lines)) in (CHECKOUT / "docs" / "scale.md").read_text("utf-8")
     assert seconds.startswith("  in ")

@@ -23,7 +23,7 @@ from ddp_equivalence import Case, Rank, Verdict, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.checking import large_models
 from ddp_equivalence.checking.large_models import BigBatch
-from ddp_equivalence.comparison import rounding
+from ddp_equivalence.comparison import comparison, rounding
 from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
 from ddp_equivalence.diagnosis import shares
 from ddp_equivalence.measurement.request import read_request
@@ -162,6 +162,7 @@ def test_rounding_is_not_measured_where_the_ranks_hold_a_multiple(
 
     whole = rounding.measure_rounding
     monkeypatch.setattr(rounding, "measure_rounding", measure_rounding)
+    monkeypatch.setattr(comparison, "LARGE", 1)
     case = Case(model=build, batch=rows, loss=loss, layout="1x2", dtype=torch.float32)
     for step, takes_rounding in ((summed, False), (scaled_in_places, True)):
         measured.clear()

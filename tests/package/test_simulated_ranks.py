@@ -17,7 +17,7 @@ from ddp_equivalence import BadCase, Case, Rank, check
 from ddp_equivalence.case.layouts import MAX_PROCESSES
 from ddp_equivalence.checking import simulated
 from ddp_equivalence.checking.simulated import Simulation, simulate, why_not_simulated
-from ddp_equivalence.commands.simulate import whole
+from ddp_equivalence.commands.simulate import report_lines
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import trials
 
@@ -136,14 +136,14 @@ def four_times(model: nn.Module, shard: Batch, rank: Rank) -> None:
     (4 * loss(wrapped, shard)).backward()
 
 
-def masked_rows(generator: torch.Generator) -> Batch:
+def with_equal_rows(generator: torch.Generator) -> Batch:
     rows = torch.randn(64, 8, generator=generator)
     rows[31] = rows[1]
     return {"x": rows}
 
 
 def text_of(simulation: Simulation) -> str:
-    return " ".join(" ".join(whole(simulation)).split())
+    return " ".join(" ".join(report_lines(simulation)).split())
 
 
 def assert_alike(case: Case, step: Any, **options: Any) -> None:
@@ -206,7 +206,12 @@ def test_an_update_is_that_of_real_ranks() -> None:
         (one_rank_lacks_a_gradient, {}, "different: rank 1: 0.bias is None"),
         (four_times, {"dtype": torch.bfloat16}, " times the big batch examples: each of the 64"),
         (ddp, {"shards": "empty"}, "examples: each of the 64 on 1 rank"),
-        (ddp, {"batch": masked_rows}, "it is not known which ones the ranks computed with"),
+        (ddp, {"batch": with_equal_rows}, "examples: each of the 64 on 1 rank"),
+        (
+            sampled_by_local_rank,
+            {"batch": with_equal_rows, "shards": "own"},
+            "examples: it is not known which ones the ranks computed with",
+        ),
         (sampled_by_local_rank, {"shards": "own"}, "examples: each of the 64 on 4 ranks"),
         (first_half_only, {"shards": "own"}, "examples: 32 of 64 on no ranks, 32 of 64 on 1 rank"),
         (
@@ -241,18 +246,28 @@ def test_a_promise_is_kept_on_many_ranks(strategy: str, layout: str, promised: s
     assert found.keeps_promise, found.failure
 
 
-def test_what_cannot_be_simulated_is_refused() -> None:
-    small = Case(model="mlp", loss="mse_mean", layout="1x2")
-    for case, step, options, message in (
+def catalogue_case(model: str, layout: str) -> Case:
+    return Case(model=model, loss="mse_mean", layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "options", "message"),
+    [
         (own_case(), ddp, {"steps": 2}, "simulated ranks take one step"),
-        (small, "data_parallel", {}, "runs in one process"),
-        (small, "hybrid_data_parallel", {}, "needs GPUs"),
-        (small, "ddp_mean", {"compare": "update"}, "'gradients': ddp_mean is compared by it"),
-        (Case(model="mlp", loss="mse_mean", layout="1+3"), "hsdp", {}, "equally many ranks"),
-        (Case(model="branch", loss="mse_mean", layout="2x2"), "fsdp2", {}, "fsdp2 can train"),
-    ):
-        with pytest.raises(BadCase, match=message):
-            simulate(case, step, **options)
+        (catalogue_case("mlp", "1x2"), "data_parallel", {}, "runs in one process"),
+        (catalogue_case("mlp", "1x2"), "hybrid_data_parallel", {}, "needs GPUs"),
+        (catalogue_case("mlp", "1x2"), "ddp_compiled", {}, "compiles code"),
+        (catalogue_case("mlp", "1x2"), "ddp_mean", {"compare": "update"}, "compared by it"),
+        (catalogue_case("mlp", "1+3"), "hsdp", {}, "equally many ranks"),
+        (catalogue_case("branch", "2x2"), "fsdp2", {}, "fsdp2 can train"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_simulated_is_refused(
+    case: Case, step: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(BadCase, match=message):
+        simulate(case, step, **options)
 
 
 def test_real_ranks_are_refused_beyond_what_a_machine_bears() -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
 from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.ranks.collectives import of_the_suite
 from ddp_equivalence.ranks.simulated import SimulatedRankFailed, SimulatedWorld
 from ddp_equivalence.ranks.warm_ranks import on_ranks
 
@@ -148,8 +149,10 @@ def raises_on_rank_1(rank: Rank) -> None:
     dist.barrier()
 
 
-def stops_counting(rank: Rank) -> None:
+def one_of_the_step(rank: Rank) -> None:
     dist.all_reduce(torch.ones(7))
+    with of_the_suite():
+        dist.all_reduce(torch.ones(9))
 
 
 def scattered_maximum(rank: Rank) -> float:
@@ -282,8 +285,8 @@ def test_a_rank_that_raises_is_named_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("layout", ["1x2", "8x8"])
-def test_a_collective_is_counted_once_for_all_its_ranks(layout: str) -> None:
-    _, issued = simulated(layout, stops_counting)
+def test_a_collective_of_the_step_is_counted_once_for_all_its_ranks(layout: str) -> None:
+    _, issued = simulated(layout, one_of_the_step)
     ((one, count),) = issued.items()
     assert (one.operation, one.reduction, one.elements, count) == ("all_reduce", "SUM", 7, 1)
     assert one.ranks == tuple(range(parse(layout).world_size))
