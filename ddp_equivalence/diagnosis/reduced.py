@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
+
+import torch
 
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import REDUCING, reduces_gradients
@@ -283,3 +286,51 @@ def sum_is_right(view: View) -> bool:
     if view.observed_gradients is None or not bool(view.expected.any()):
         return False
     return nearly_equal(view.local_gradients[0].sum(0), view.expected)
+
+
+# Which tensors a step declares to be equal on several ranks, although they are not.
+
+
+GRADIENTS_ADDED_UP = "grad_placements=[Partial()], which adds up the gradients of these ranks"
+
+
+class Unequal(NamedTuple):
+    """``call``: of the lowest of these ranks. ``norms``: rank -> the norm of what it has there."""
+
+    call: Call
+    norms: Mapping[int, float]
+
+
+def unequal_copies(view: View) -> Unequal | None:
+    """The first tensor that is not the same on all ranks on which a line takes it for equal.
+
+    None if there is none. Gradients are left out if the step reduces all that differ itself.
+    """
+    by_rank = [_declared_equal(view, rank) for rank in range(view.world_size)]
+    for ranks in dict.fromkeys(call.ranks for calls in by_rank for call in calls):
+        of_ranks = [[call for call in by_rank[rank] if call.ranks == ranks] for rank in ranks]
+        if len(set(map(len, of_ranks))) > 1:
+            continue
+        for together in zip(*of_ranks, strict=True):
+            first, norms = together[0], [call.value or 0.0 for call in together]
+            if first.what == "to_local" and view.measured.differing <= _reduced_in(view, ranks):
+                continue
+            eps = torch.finfo(getattr(torch, first.dtype)).eps if "float" in first.dtype else 0.0
+            if max(norms) - min(norms) > eps**0.5 * max(norms):
+                return Unequal(first, dict(zip(ranks, norms, strict=True)))
+    return None
+
+
+def _reduced_in(view: View, ranks: tuple[int, ...]) -> set[str]:
+    """The parameters whose gradients the step was seen to reduce among these ranks, or more."""
+    return {
+        name
+        for place in view.observed.calls.reductions
+        for call in place.calls
+        if call.collective is not None and {*ranks} <= {*call.collective.ranks}
+        for name in call.collective.names
+    }
+
+
+def _declared_equal(view: View, rank: int) -> list[Call]:
+    return [call for call in view.observed.calls.of(rank) if call.kind is Kind.EQUAL]

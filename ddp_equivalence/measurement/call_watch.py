@@ -41,6 +41,7 @@ from ddp_equivalence.measurement.calls import (
     line_that_named,
     lines_of,
 )
+from ddp_equivalence.measurement.declared_equal import DeclaredEqual
 from ddp_equivalence.measurement.draws import (
     RANDOM_AND_COUPLING,
     randperm_recorded,
@@ -122,7 +123,8 @@ class CallWatch:
         shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
         self.events = LineEvents(model, self.now, self.calls, self._append_if_recorded)
         events = self.events.handlers()
-        handlers = merged_handlers(modules, torchs, shuffles, events)
+        declared = DeclaredEqual(self._append_if_recorded).handlers()
+        handlers = merged_handlers(modules, torchs, shuffles, events, declared)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
         self.events.attach(self._tracer, self._gradients)
         self.backwards = 0

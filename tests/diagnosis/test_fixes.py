@@ -12,14 +12,14 @@ from ddp_equivalence import Rank, check
 from ddp_equivalence.case import settings
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.report.render import fixes
-from tests.diagnosis.fixes import data, losses, places, reductions, sharded
+from tests.diagnosis.fixes import data, equal_copies, losses, places, reductions, sharded
 from tests.diagnosis.fixes.programs import PROGRAMS, Program
 from tests.diagnosis.names.small_case import case, report_of
 from tests.package.own_cases import loss
 
 pytestmark = pytest.mark.self_check
 
-MODULES = (data, reductions, losses, places, sharded)
+MODULES = (data, reductions, losses, places, sharded, equal_copies)
 """The modules that hold the programs."""
 
 WITHOUT = {
@@ -37,8 +37,8 @@ def is_by_cause(program: Program) -> str:
 
 
 def in_every_run() -> set[str]:
-    """The first program of each cause."""
-    first = {program.cause: is_by_cause(program) for program in reversed(PROGRAMS)}
+    """The first program of each cause; of those without a cause, the first with each fix."""
+    first = {one.cause or one.fix: is_by_cause(one) for one in reversed(PROGRAMS)}
     return set(first.values())
 
 

@@ -24,8 +24,10 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
 )
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import (
+    GRADIENTS_ADDED_UP,
     gradients_were_reduced,
     reduced_parameters,
+    unequal_copies,
     with_reduced_gradients,
 )
 from ddp_equivalence.diagnosis.residual import nearly_equal
@@ -92,6 +94,10 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
         return [hook.pointed(note, True)]
     if calls.reductions:
         return ()
+    unequal = unequal_copies(view)
+    if unequal is not None and unequal.call.at is not None and unequal.call.what == "to_local":
+        note = "takes the gradient of each rank for the whole one"
+        return [PointedLine(unequal.call.at, note, True)]
     missing = f"an all_reduce of every gradient over {view.world_size} ranks"
     alone = [] if view.observed.wrappers else calls.backwards
     note = "no collective reduces its gradients"
@@ -103,6 +109,9 @@ def _mend_nothing_reduced(view: View) -> str:
         return "let the reduction run that is there: the marked line keeps it from running."
     if view.observed.calls.places(Kind.HOOK):
         return f"reduce each bucket in the hook{divided_by_ranks(view)}."
+    unequal = unequal_copies(view)
+    if unequal is not None and unequal.call.what == "to_local":
+        return f"give to_local {GRADIENTS_ADDED_UP}{divided_by_ranks(view)}."
     return f"all_reduce each gradient over {view.world_size} ranks{divided_by_ranks(view)}."
 
 

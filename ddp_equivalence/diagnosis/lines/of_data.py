@@ -178,6 +178,16 @@ def lines_of_samplers(view: View) -> list[PointedLine]:
     return found or last_of(dropping, "leaves out a last batch that is not full")
 
 
+def lines_that_deal_to_all(view: View) -> list[PointedLine]:
+    """The lines that say that a sampler deals the examples to every rank."""
+    found: list[PointedLine] = []
+    for place in samplers(view):
+        if number_of(place, "num_replicas") == view.world_size:
+            note = f"deals the examples to all {view.world_size} ranks"
+            found += [*_lines_that_gave(view, place, "rank"), place.pointed(note, is_fault=True)]
+    return found
+
+
 def _lines_that_gave(view: View, place: CallSite, argument: str) -> list[PointedLine]:
     given = given_at(place.line, (argument,), ARGUMENTS.index(argument), (SAMPLER,))
     line = set_at(run_lines(view, place.ranks[0]), given).line if given is not None else place.line

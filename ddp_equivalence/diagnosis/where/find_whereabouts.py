@@ -14,10 +14,12 @@ from ddp_equivalence.diagnosis.lines.behind import lines_behind, lines_that_retu
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.copies import fault_of_unequal_copies
 from ddp_equivalence.diagnosis.where.division import fault_of_division
 from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
 from ddp_equivalence.diagnosis.where.groups import (
     fault_of_mixed_parameters,
+    fault_of_mixed_shards,
     fault_of_non_members,
     fault_of_separate_groups,
     fault_of_small_groups,
@@ -59,7 +61,13 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
-    for fault in (fault_of_non_members, fault_of_small_groups, fault_of_mixed_parameters):
+    for fault in (
+        fault_of_non_members,
+        fault_of_small_groups,
+        fault_of_mixed_parameters,
+        fault_of_mixed_shards,
+        fault_of_unequal_copies,
+    ):
         if (found := fault(view)) is not None:
             return _in_step(view, found)
     pieces = pieces_of(view)

@@ -15,10 +15,12 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
 )
 from ddp_equivalence.diagnosis.lines.words import names_text
 from ddp_equivalence.diagnosis.reduced import groups_text, separate_groups
-from ddp_equivalence.diagnosis.setting import reduces_gradients
+from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
-from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.calls import CodeLine, CollectiveCall, Kind
+
+ADDING = ("all_reduce", "reduce")
 
 # Only some parameters differ: those that a wrapper reduces in a group of only some ranks.
 
@@ -109,6 +111,66 @@ def fault_of_mixed_parameters(view: View) -> Whereabouts | None:
             what="gradients missing",
             explains_all=True,
         )
+    return None
+
+
+# After a reduce_scatter each rank has the sum of another part, and parts are not to be added up.
+
+
+def fault_of_mixed_shards(view: View) -> Whereabouts | None:
+    """Which call adds up parts that a reduce_scatter has just dealt to different ranks."""
+    calls = view.observed.calls
+    parts = [two for rank in range(view.world_size) if (two := _dealt_then_added(view, rank))]
+    if len(parts) < view.world_size:
+        return None
+    dealt = tuple(sorted({scatter.ranks for scatter, _ in parts}))
+    added = groups_text(tuple(sorted({total.ranks for _, total in parts})))
+    same_part = groups_text(tuple(sorted(zip(*dealt, strict=True))))
+    made = _lines_of_second_group(view, parts[0][1].ranks)
+    op = parts[0][1].op
+    chosen = lines_that_choose_groups(view, calls.places(Kind.COLLECTIVE))
+    wrappers = view.observed.calls_of_all_steps.places(Kind.SHARDING)[:1]
+    return Whereabouts(
+        "reduction",
+        "different parts of the gradients are added up",
+        f"After a reduce_scatter in {groups_text(dealt)}, {op} in {added} adds up "
+        "different parts.",
+        distinct(
+            [
+                *(PointedLine(line, f"makes the groups of this {op}", True) for line in made),
+                *chosen,
+                *(place.pointed(f"{op} in {added}", is_fault=not made) for place in wrappers),
+            ]
+        ),
+        view.parameters.names,
+        tuple(range(view.world_size)),
+        fix=f"add up in {same_part}, whose ranks have the same part.",
+        explains_all=True,
+    )
+
+
+def _lines_of_second_group(view: View, ranks: tuple[int, ...]) -> list[CodeLine]:
+    """The line of the user's that had the last group of these ranks made, and no other group."""
+    made = [one for one in view.observed.calls_of_all_steps.of(ranks[0]) if one.kind is Kind.NEW_GROUP]
+    last = next((one for one in reversed(made) if one.ranks == ranks), None)
+    if last is None:
+        return []
+    others = {line for one in made if one.callers != last.callers for line in one.callers}
+    return [line for line in last.callers if line not in others][:1]
+
+
+def _dealt_then_added(view: View, rank: int) -> tuple[CollectiveCall, CollectiveCall] | None:
+    """The first reduce_scatter whose parts this rank adds to another one of the same whole."""
+    dealt: CollectiveCall | None = None
+    for call in view.observed.calls.of(rank):
+        one = call.collective
+        if one is None or not one.elements:
+            continue
+        if dealt is not None and one.op in ADDING:
+            is_the_part = one.elements * len(dealt.ranks) == dealt.elements
+            if is_the_part and len({*one.ranks} & {*dealt.ranks}) > 1:
+                return dealt, one
+        dealt = one if one.op.startswith("reduce_scatter") else None
     return None
 
 

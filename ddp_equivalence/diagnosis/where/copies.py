@@ -1,0 +1,60 @@
+"""Which tensors the step declares to be equal on several ranks, although they are not."""
+
+from __future__ import annotations
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.of_data import lines_of_reading, lines_that_deal_to_all
+from ddp_equivalence.diagnosis.reduced import GRADIENTS_ADDED_UP, unequal_copies
+from ddp_equivalence.diagnosis.setting import PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.where.pieces import rows_by_rank
+from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
+
+MOST_SHOWN = 3
+
+
+def fault_of_unequal_copies(view: View) -> Whereabouts | None:
+    """Where ranks that share the work of a layer go on with different values as if they were equal;
+    None if none were seen to do so.
+    """
+    found = unequal_copies(view)
+    if found is None or found.call.at is None:
+        return None
+    ranks = tuple(found.norms)
+    who, shown = ranked(ranks, view.world_size), list(found.norms.items())[:MOST_SHOWN]
+    norms = ", ".join(f"rank {rank} {text_of(norm, '.3g')}" for rank, norm in shown)
+    line = found.call.at
+    rows = rows_by_rank(view)
+    if found.call.what == "to_local":
+        return Whereabouts(
+            "reduction",
+            f"to_local at line {line.number} takes different gradients for equal",
+            f"The gradients that come back to line {line.number} differ between ranks, and "
+            "to_local without grad_placements takes each of them for the whole.",
+            (PointedLine(line, f"the norm of its gradient: {norms}", True),),
+            view.parameters.names,
+            tuple(range(view.world_size)),
+            fix=f"give to_local {GRADIENTS_ADDED_UP}.",
+        )
+    place = PointedLine(line, f"takes its input for equal; its norm: {norms}")
+    if len({frozenset(row for part in rows[rank] for row in part) for rank in ranks}) > 1:
+        return Whereabouts(
+            "own gradient",
+            "ranks that share a layer read different examples",
+            f"Each of {who} computes a part of the layers at line {line.number}, so they must read "
+            "the same examples, and they do not.",
+            distinct([*lines_of_reading(view, lines_that_deal_to_all(view), ranks), place]),
+            view.parameters.names,
+            tuple(range(view.world_size)),
+            fix=f"give {who} the same examples: deal them by the rank in the data-parallel group.",
+            explains_all=True,
+        )
+    return Whereabouts(
+        "own gradient",
+        "ranks that share a layer have different inputs",
+        f"Each of {who} computes a part of the layers at line {line.number}, so they must have the "
+        "same input, and they do not.",
+        (PointedLine(place.line, place.note, True),),
+        view.parameters.names,
+        tuple(range(view.world_size)),
+    )
