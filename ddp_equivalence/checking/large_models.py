@@ -79,7 +79,8 @@ class BigBatch:
     def tell_ranks(self, expected: Expected, sample: ElementSample[GradientKey]) -> None:
         """Let the ranks read the gradients, if they are to compare theirs."""
         if self._shared is not None:
-            self._shared.put(expected.reference.expected, sample)
+            reference = expected.reference
+            self._shared.put(reference.expected, sample, reference.lowest_dtype)
 
     def _computed(self) -> Expected:
         model, self._model = self._model, None  # which frees its memory, once it is not needed

@@ -25,7 +25,7 @@ from ddp_equivalence.comparison.gradients import (
     in_first_step,
 )
 from ddp_equivalence.comparison.shared import ComparedHere, sums_of
-from ddp_equivalence.comparison.sums import Sums, not_nan
+from ddp_equivalence.comparison.sums import Sums, norm_of, not_nan
 from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance, relative_to
 
 # The result of a comparison, as frozen data: errors and limits by parameter and rank.
@@ -284,9 +284,7 @@ class Comparator:
         self._described = described
         self._several_steps = len({step for step, _ in expected}) > 1
         self._norms = {
-            key: math.sqrt(value.dot(value))
-            for key, value in self._expected.items()
-            if value is not None
+            key: norm_of(value) for key, value in self._expected.items() if value is not None
         }
         # A norm can be zero because the squares of tiny numbers are.
         self._zeros = {

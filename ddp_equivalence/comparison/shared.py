@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import pickle
@@ -20,18 +21,17 @@ from torch import Tensor
 from ddp_equivalence.case.memory import LARGE, give_back_memory
 from ddp_equivalence.case.training import GradientKey
 from ddp_equivalence.comparison.blocks import Block, block_of, of_the_whole
-from ddp_equivalence.comparison.chunks import CHUNK_BYTES, chunks
+from ddp_equivalence.comparison.chunks import chunks
 from ddp_equivalence.comparison.gradients import ElementSample, Gradients, dense, gathered
-from ddp_equivalence.comparison.sums import Sums, Truth
+from ddp_equivalence.comparison.sums import Sums, Truth, norm_of
+
+NUMPY = {torch.float64: np.float64, torch.float32: np.float32}
 
 READY = 8
 """The file begins with so many bytes: zero until all is written, then where its table begins."""
 
 NO_ROOM = 1
 """They say this instead if there is no room for the gradients."""
-
-ITEM = 8
-"""The bytes of a number in float64."""
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.05
 """Seconds between two looks whether the true gradients are there."""
@@ -40,10 +40,11 @@ SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.05
 @dataclass(frozen=True)
 class _Table:
     """``places``: gradient -> where it begins in the file, and how many elements it has; None if
-    the big batch has none. ``rms``: the root of the mean of its squares. ``sample``: the elements
-    of which a copy is kept.
+    the big batch has none. ``dtype``: of all elements. ``rms``: the root of the mean of its
+    squares. ``sample``: the elements of which a copy is kept.
     """
 
+    dtype: torch.dtype
     places: Mapping[GradientKey, tuple[int, int] | None]
     rms: Mapping[GradientKey, float]
     sample: ElementSample[GradientKey]
@@ -51,7 +52,9 @@ class _Table:
     def truth(self, key: GradientKey, memory: mmap.mmap) -> Truth | None:
         """The true gradient in this memory."""
         place = self.places.get(key)
-        return None if place is None else np.frombuffer(memory, np.float64, place[1], place[0])
+        return (
+            None if place is None else np.frombuffer(memory, NUMPY[self.dtype], place[1], place[0])
+        )
 
 
 class SharedGradients:
@@ -76,20 +79,25 @@ class SharedGradients:
         self._file.close()
 
     def put(
-        self, gradients: dict[GradientKey, Tensor | None], sample: ElementSample[GradientKey]
+        self,
+        gradients: dict[GradientKey, Tensor | None],
+        sample: ElementSample[GradientKey],
+        dtype: torch.dtype,
     ) -> None:
         """Move the gradients into the file, one after the other, and let ranks read them.
 
-        The tensors in ``gradients`` are replaced by those in the file. If the disk is full, nothing
-        is moved, and the ranks are told so.
+        The tensors in ``gradients`` are replaced by those in the file. Ranks that compute in
+        ``dtype`` are compared with numbers of float32, if that is as precise: they take half the
+        memory. If the disk is full, nothing is moved, and the ranks are told so.
         """
+        dtype = torch.float64 if dtype is torch.float64 else torch.float32
         places: dict[GradientKey, tuple[int, int] | None] = {}
         end = READY
         for key, one in gradients.items():
             places[key] = None if one is None else (end, one.numel())
-            end += 0 if one is None else ITEM * one.numel()
+            end += 0 if one is None else dtype.itemsize * one.numel()
         rms = dict.fromkeys(places, 0.0)  # which takes as many bytes as the numbers will
-        table = pickle.dumps(_Table(places, rms, sample))
+        table = pickle.dumps(_Table(dtype, places, rms, sample))
         try:
             os.posix_fallocate(self._file.fileno(), 0, end + len(table))
         except OSError:
@@ -103,18 +111,20 @@ class SharedGradients:
             if one is None or place is None or not one.numel():
                 continue
             begin, count = place
-            flat = dense(one).reshape(-1).numpy()
-            rms[key] = _rms(flat)
+            flat = dense(one).reshape(-1).to(dtype).numpy()
+            rms[key] = norm_of(flat) / math.sqrt(flat.size)
             _write(self._file.fileno(), flat.data.cast("B"), begin)
             if not one.is_sparse:
-                view = torch.frombuffer(memory, dtype=torch.float64, count=count, offset=begin)
+                view = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
                 gradients[key] = view.view(one.shape)
-            freed += ITEM * count
+            freed += dtype.itemsize * count
             del one, flat
             if freed >= LARGE:
                 give_back_memory()
                 freed = 0
-        _write(self._file.fileno(), memoryview(pickle.dumps(_Table(places, rms, sample))), end)
+        _write(
+            self._file.fileno(), memoryview(pickle.dumps(_Table(dtype, places, rms, sample))), end
+        )
         # A call of the system, so that no processor shows this before what was written above.
         os.pwrite(self._file.fileno(), end.to_bytes(READY, "little"), 0)
 
@@ -236,16 +246,6 @@ def _wait_until_ready(file: int) -> int:
         time.sleep(wait)  # the process that judges ends ranks that wait in vain
         wait = min(LONGEST_WAIT, 2 * wait)
     return end
-
-
-def _rms(truth: Truth) -> float:
-    """The root of the mean of the squares."""
-    squares, step = 0.0, CHUNK_BYTES // ITEM
-    with np.errstate(all="ignore"):
-        for begin in range(0, truth.size, step):
-            part = truth[begin : begin + step]
-            squares += float(part @ part)
-    return float(np.sqrt(squares / max(1, truth.size)))
 
 
 @contextlib.contextmanager

@@ -14,12 +14,15 @@ from torch import Tensor
 from ddp_equivalence.comparison.chunks import Chunk
 from ddp_equivalence.comparison.gradients import hash_bytes
 
-Truth = np.ndarray[tuple[int], np.dtype[np.float64]]
-"""A flattened true gradient, in float64."""
+Truth = np.ndarray[tuple[int], np.dtype[np.float64 | np.float32]]
+"""A flattened true gradient: in float64, or in float32 if it is large and ranks compute in that."""
 
 IN_CACHE = 8192
 """So many elements are taken at a time on the CPU. Their sums are then made inside its cache, and
 in memory that numpy takes again; larger parts would get new pages for every operation."""
+
+PART = 2**21
+"""So many elements of a large gradient are added up at a time."""
 
 
 @dataclass
@@ -107,7 +110,7 @@ class Passed(NamedTuple):
 
 def on_cpu(flat: Tensor, truth: Truth, rms: float) -> Passed:
     """In numpy: for small gradients, a call into torch costs more than the arithmetic."""
-    values = flat.double().numpy()
+    values, truth = flat.double().numpy(), truth.astype(np.float64, copy=False)
     with np.errstate(all="ignore"):
         difference = values - truth
         square = float(values @ values)
@@ -130,7 +133,7 @@ def on_cpu(flat: Tensor, truth: Truth, rms: float) -> Passed:
 
 def on_device(flat: Tensor, truth: Truth, rms: float) -> Passed:
     """The same on the device where the chunk is."""
-    values, right = flat.double(), torch.from_numpy(truth).to(flat.device)
+    values, right = flat.double(), torch.from_numpy(truth).to(flat.device).double()
     difference = values - right
     square = float(values @ values)
     sums = Passed(
@@ -152,3 +155,13 @@ def on_device(flat: Tensor, truth: Truth, rms: float) -> Passed:
 def not_nan(value: float) -> float:
     """The value, or infinity for NaN."""
     return math.inf if math.isnan(value) else value
+
+
+def norm_of(truth: Truth) -> float:
+    """The norm, of which no more than a part is in memory a second time."""
+    squares = 0.0
+    with np.errstate(all="ignore"):
+        for begin in range(0, truth.size, PART):
+            part = truth[begin : begin + PART].astype(np.float64, copy=False)
+            squares += float(part @ part)
+    return math.sqrt(squares)

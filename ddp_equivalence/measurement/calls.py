@@ -144,16 +144,17 @@ class Call:
     begun before in this step. ``in_backward``: the call was made while a backward pass ran.
 
     ``value``: the loss of a backward or a line, the limit of a clip, a seed, a scale or a divide
-    factor, the length of the data set of a sampler or loader, the norm of a tensor; 0 or 1 for what was switched off or
-    on (synchronisation, requires_grad, a join that divides by all ranks). ``norm``: what a clip by
-    the norm found before it clipped; None if that is not known. ``numbers``: those that a sampler
-    or loader was given, by name.
+    factor, the length of the data set of a sampler or loader, the norm of a tensor that is declared
+    to be equal; 0 or 1 for what was switched off or on (synchronisation, requires_grad, a join that
+    divides by all ranks). ``norm``: what a clip by the norm found before it clipped; None if that
+    is not known. ``numbers``: those that a sampler or loader was given, by name.
     ``what``: the class, function or operation that is called, a sampler or loader as text, a digest
-    of the weights, or an attribute of a module with its new value.
-    ``names``: the parameters that it is about; the names of modules; the functions of autograd that
-    computed a loss. ``ranks``: of a new group, among which a wrapper reduces gradients, or on which
-    a tensor is declared to be equal; () if that is not known. ``collective`` and ``change``: of calls of these kinds. ``examples``: the
-    positions, in the batch of all steps, that a forward pass read; () if they are not known.
+    of the weights, or an attribute of a module with its new value. ``names``: the parameters that
+    it is about; the names of modules; the functions of autograd that computed a loss. ``ranks``: of
+    a new group, among which a wrapper reduces gradients, or on which a tensor is declared to be
+    equal; () if that is not known. ``collective`` and ``change``: of calls of these kinds.
+    ``examples``: the positions, in the batch of all steps, that a forward pass read; () if they are
+    not known.
     ``dtype``: of a tensor, or in which a wrapper was told to reduce, such as ``bfloat16``.
     ``made_at``: where the loss of a backward was computed, where the function of a hook or the
     sampler of a loader begins, or which line first held the tensor that went into a collective.

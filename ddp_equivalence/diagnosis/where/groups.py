@@ -133,8 +133,7 @@ def fault_of_mixed_shards(view: View) -> Whereabouts | None:
     return Whereabouts(
         "reduction",
         "different parts of the gradients are added up",
-        f"After a reduce_scatter in {groups_text(dealt)}, {op} in {added} adds up "
-        "different parts.",
+        f"After a reduce_scatter in {groups_text(dealt)}, {op} in {added} adds up different parts.",
         distinct(
             [
                 *(PointedLine(line, f"makes the groups of this {op}", True) for line in made),
@@ -151,7 +150,9 @@ def fault_of_mixed_shards(view: View) -> Whereabouts | None:
 
 def _lines_of_second_group(view: View, ranks: tuple[int, ...]) -> list[CodeLine]:
     """The line of the user's that had the last group of these ranks made, and no other group."""
-    made = [one for one in view.observed.calls_of_all_steps.of(ranks[0]) if one.kind is Kind.NEW_GROUP]
+    made = [
+        one for one in view.observed.calls_of_all_steps.of(ranks[0]) if one.kind is Kind.NEW_GROUP
+    ]
     last = next((one for one in reversed(made) if one.ranks == ranks), None)
     if last is None:
         return []

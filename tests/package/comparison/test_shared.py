@@ -69,7 +69,7 @@ def by_themselves(*ranks: Mapping[tuple[int, str], Tensor | None]) -> Comparison
     here: dict[int, ComparedHere] = {}
     with shared_gradients(wanted=True) as shared:
         assert shared is not None
-        shared.put(dict(TRUE), SAMPLE)
+        shared.put(dict(TRUE), SAMPLE, torch.float64)
         for rank, gradients in enumerate(ranks):
             comparator.begin(rank, describe(gradients))
             found = compared_here(shared.address, gradients)
@@ -122,7 +122,7 @@ def test_the_worst_element_of_a_large_gradient_is_found_where_it_is(
 def test_the_elements_of_the_sample_are_kept() -> None:
     with shared_gradients(wanted=True) as shared:
         assert shared is not None
-        shared.put(dict(TRUE), SAMPLE)
+        shared.put(dict(TRUE), SAMPLE, torch.float64)
         here = compared_here(shared.address, measured())
     assert here is not None
     for key in ((0, "weight"), (0, "bias"), (0, "scalar")):
@@ -142,7 +142,7 @@ def test_a_device_adds_up_the_same(values: list[float]) -> None:
 def test_gradients_that_were_put_into_the_file_are_those_that_were_there() -> None:
     own = dict(TRUE)
     shared = SharedGradients()
-    shared.put(own, SAMPLE)
+    shared.put(own, SAMPLE, torch.float64)
     shared.close()
     for key, one in TRUE.items():
         held = own[key]
@@ -153,13 +153,43 @@ def test_gradients_that_were_put_into_the_file_are_those_that_were_there() -> No
             assert one.is_sparse or held.data_ptr() != one.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_of_another_precision_are_compared_with_numbers_of_float32(
+    dtype: torch.dtype,
+) -> None:
+    own = dict(TRUE)
+    right = {key: None if one is None else one.to(dtype) for key, one in TRUE.items()}
+    with shared_gradients(wanted=True) as shared:
+        assert shared is not None
+        shared.put(own, SAMPLE, dtype)
+        size = Path(shared.address).stat().st_size
+        here = compared_here(shared.address, right)
+    held = own[0, "weight"]
+    assert held is not None
+    assert (held.dtype, size // (8 * sum(SIZES.values()))) == (torch.float32, 0)
+    described = describe(right)
+    by_ranks, by_judge = (Comparator(truth, described, Tolerance(dtype)) for truth in (own, TRUE))
+    assert here is not None
+    for one in (by_ranks, by_judge):
+        one.begin(0, described)
+    by_ranks.take({0: here})
+    for chunk in chunks(right):
+        by_judge.add(0, chunk)
+    for found, known in zip(
+        by_ranks.finish({}).parameters, by_judge.finish({}).parameters, strict=True
+    ):
+        assert found.norm == pytest.approx(known.norm, rel=1e-7)
+        assert found.error == pytest.approx(known.error, abs=1e-7)
+        assert found.by_rank[0].within
+
+
 def test_a_rank_waits_until_the_true_gradients_are_there() -> None:
     with shared_gradients(wanted=True) as shared, ThreadPoolExecutor() as pool:
         assert shared is not None
         found = pool.submit(compared_here, shared.address, measured(weight=weight(1.0)))
         with pytest.raises(TimeoutError):
             found.result(0.2)
-        shared.put(dict(TRUE), SAMPLE)
+        shared.put(dict(TRUE), SAMPLE, torch.float64)
         here = found.result(20)
     assert here is not None
     assert here.sums[0, "weight"].largest == pytest.approx(1.0)
@@ -179,7 +209,7 @@ def test_without_room_on_the_disk_ranks_are_told_to_send_theirs(
     with shared_gradients(wanted=True) as shared:
         assert shared is not None
         monkeypatch.setattr("os.posix_fallocate", full)
-        shared.put(own, SAMPLE)
+        shared.put(own, SAMPLE, torch.float64)
         assert compared_here(shared.address, measured()) is None
     assert all(own[key] is one for key, one in TRUE.items())
     with shared_gradients(wanted=True) as shared:
