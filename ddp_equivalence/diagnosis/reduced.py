@@ -291,14 +291,32 @@ def sum_is_right(view: View) -> bool:
 # Which tensors a step declares to be equal on several ranks, although they are not.
 
 
-GRADIENTS_ADDED_UP = "grad_placements=[Partial()], which adds up the gradients of these ranks"
-
-
 class Unequal(NamedTuple):
     """``call``: of the lowest of these ranks. ``norms``: rank -> the norm of what it has there."""
 
     call: Call
     norms: Mapping[int, float]
+
+    @property
+    def is_taken_apart(self) -> bool:
+        """True if a tensor of several ranks is taken apart, and not put together."""
+        return self.call.what != "from_local"
+
+    @property
+    def note(self) -> str:
+        """What the line does that takes it apart, as a clause."""
+        if self.call.what == "Partial":
+            return "takes the part of this rank, which has to be added up (Partial), for the whole"
+        return "takes the gradient of each rank for the whole one"
+
+    @property
+    def fix(self) -> str:
+        """What to change at the line that takes it apart."""
+        if self.call.what == "Partial":
+            return "call full_tensor(), which adds up the parts of the ranks, not to_local()"
+        return (
+            "give to_local grad_placements=[Partial()], which adds up the gradients of these ranks"
+        )
 
 
 def unequal_copies(view: View) -> Unequal | None:
@@ -313,7 +331,8 @@ def unequal_copies(view: View) -> Unequal | None:
             continue
         for together in zip(*of_ranks, strict=True):
             first, norms = together[0], [call.value or 0.0 for call in together]
-            if first.what == "to_local" and view.measured.differing <= _reduced_in(view, ranks):
+            is_returned = first.what != "from_local"
+            if is_returned and view.measured.differing <= _reduced_in(view, ranks):
                 continue
             eps = torch.finfo(getattr(torch, first.dtype)).eps if "float" in first.dtype else 0.0
             if max(norms) - min(norms) > eps**0.5 * max(norms):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,9 +23,9 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_that_left_out,
     sharded_names,
 )
+from ddp_equivalence.diagnosis.lines.source import place_of, run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import (
-    GRADIENTS_ADDED_UP,
     gradients_were_reduced,
     reduced_parameters,
     unequal_copies,
@@ -66,6 +67,9 @@ def _all_kept_local(view: View) -> Sequence[Prediction]:
         return ()
     known = view.observed_gradients is not None or not measured.is_known or reduced is not False
     if known or measured.only_some_parameters_differ or not measured.ranks_differ:
+        if measured.is_known and nearly_equal(measured.by_rank.sum(0), view.expected):
+            detail = "their sum is the big batch"
+            return [*_kept_local(view), *_kept_local(view, None, detail, view.world_size)]
         return list(_kept_local(view))
     deviations = measured.by_rank - measured.by_rank.mean(0)
     total = deviations + view.expected / view.world_size
@@ -95,9 +99,8 @@ def _lines_that_reduce_nothing(view: View) -> Sequence[PointedLine]:
     if calls.reductions:
         return ()
     unequal = unequal_copies(view)
-    if unequal is not None and unequal.call.at is not None and unequal.call.what == "to_local":
-        note = "takes the gradient of each rank for the whole one"
-        return [PointedLine(unequal.call.at, note, True)]
+    if unequal is not None and unequal.call.at is not None and unequal.is_taken_apart:
+        return [PointedLine(unequal.call.at, unequal.note, True)]
     missing = f"an all_reduce of every gradient over {view.world_size} ranks"
     alone = [] if view.observed.wrappers else calls.backwards
     note = "no collective reduces its gradients"
@@ -110,8 +113,8 @@ def _mend_nothing_reduced(view: View) -> str:
     if view.observed.calls.places(Kind.HOOK):
         return f"reduce each bucket in the hook{divided_by_ranks(view)}."
     unequal = unequal_copies(view)
-    if unequal is not None and unequal.call.what == "to_local":
-        return f"give to_local {GRADIENTS_ADDED_UP}{divided_by_ranks(view)}."
+    if unequal is not None and unequal.is_taken_apart:
+        return f"{unequal.fix}{divided_by_ranks(view)}."
     return f"all_reduce each gradient over {view.world_size} ranks{divided_by_ranks(view)}."
 
 
@@ -163,8 +166,27 @@ def _lines_past_the_hooks(view: View) -> Sequence[PointedLine]:
     given = view.observed.calls_of_all_steps.places(Kind.REPLICATE)
     return [
         *last_of(given, "reduces when this module is called", is_fault=False),
+        *_lines_that_call_a_part(view),
         *last_of(view.observed.calls.backwards, "nothing reduces its gradients", is_fault=False),
     ]
+
+
+def _lines_that_call_a_part(view: View) -> list[PointedLine]:
+    """The line that calls a method of the model, or else the one that calls a module in it."""
+    calls = [one for seen in view.observed.by_rank.values() for one in seen.trace.module_calls]
+    outermost = min(calls, key=lambda one: one.name.count("."), default=None)
+    inside = outermost and outermost.line
+    if inside is None:
+        return []
+    run = run_lines(view)
+    named = (
+        place.line(node)
+        for file, node in run.nodes()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr == inside.function and (place := place_of(file, node.lineno)) is not None
+    )
+    line = next((one for one in named if one in run.times), inside)
+    return [PointedLine(line, "calls a method or a part of it", True)]
 
 
 def _synchronised(view: View) -> Indication | None:

@@ -264,6 +264,8 @@ class Origins:
                     yield from self._ran(file, given, name)
         for owner in classes_in(file):
             yield from self._field_of(file, owner, name)
+            if any(_is_property(one, name) for one in owner.body):
+                yield from self._returned(file, name, owner)
 
     def _field_of(self, file: str, owner: ast.ClassDef, name: str) -> Iterator[Origin]:
         """What the field of a dataclass was given, also where it has a value of its own."""
@@ -595,6 +597,12 @@ def choices(run: RunLines, line: CodeLine) -> list[Choice]:
             rounds_down = any(isinstance(one, ast.FloorDiv) for one in ast.walk(part.expression))
             found[part.line] = Choice(part.line, of_rank, _names_of_rank(part), rounds_down)
     return list(found.values())
+
+
+def _is_property(node: ast.AST, name: str) -> bool:
+    if not isinstance(node, ast.FunctionDef) or node.name != name:
+        return False
+    return any((last_name(one) or "").endswith("property") for one in node.decorator_list)
 
 
 def _all_of_line(origins: Origins, line: CodeLine) -> list[Origin]:

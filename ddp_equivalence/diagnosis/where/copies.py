@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.behind import lines_behind
 from ddp_equivalence.diagnosis.lines.of_data import lines_of_reading, lines_that_deal_to_all
-from ddp_equivalence.diagnosis.reduced import GRADIENTS_ADDED_UP, unequal_copies
+from ddp_equivalence.diagnosis.lines.source import run_lines
+from ddp_equivalence.diagnosis.reduced import unequal_copies
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.pieces import rows_by_rank
@@ -25,25 +29,24 @@ def fault_of_unequal_copies(view: View) -> Whereabouts | None:
     norms = ", ".join(f"rank {rank} {text_of(norm, '.3g')}" for rank, norm in shown)
     line = found.call.at
     rows = rows_by_rank(view)
-    if found.call.what == "to_local":
+    if found.is_taken_apart:
         return Whereabouts(
             "reduction",
-            f"to_local at line {line.number} takes different gradients for equal",
-            f"The gradients that come back to line {line.number} differ between ranks, and "
-            "to_local without grad_placements takes each of them for the whole.",
-            (PointedLine(line, f"the norm of its gradient: {norms}", True),),
+            f"line {line.number} takes what one rank has for the whole",
+            f"Line {line.number} {found.note}, and it differs between ranks.",
+            (PointedLine(line, f"its norm: {norms}", True),),
             view.parameters.names,
             tuple(range(view.world_size)),
-            fix=f"give to_local {GRADIENTS_ADDED_UP}.",
+            fix=f"{found.fix}.",
         )
     place = PointedLine(line, f"takes its input for equal; its norm: {norms}")
     if len({frozenset(row for part in rows[rank] for row in part) for rank in ranks}) > 1:
         return Whereabouts(
             "own gradient",
             "ranks that share a layer read different examples",
-            f"Each of {who} computes a part of the layers at line {line.number}, so they must read "
-            "the same examples, and they do not.",
-            distinct([*lines_of_reading(view, lines_that_deal_to_all(view), ranks), place]),
+            f"{who.capitalize()} each compute a part of the layers at line {line.number}, so they "
+            "must read the same examples, and they do not.",
+            distinct([*_lines_of_examples(view, ranks), place]),
             view.parameters.names,
             tuple(range(view.world_size)),
             fix=f"give {who} the same examples: deal them by the rank in the data-parallel group.",
@@ -52,9 +55,16 @@ def fault_of_unequal_copies(view: View) -> Whereabouts | None:
     return Whereabouts(
         "own gradient",
         "ranks that share a layer have different inputs",
-        f"Each of {who} computes a part of the layers at line {line.number}, so they must have the "
-        "same input, and they do not.",
+        f"{who.capitalize()} each compute a part of the layers at line {line.number}, so they must "
+        "have the same input, and they do not.",
         (PointedLine(place.line, place.note, True),),
         view.parameters.names,
         tuple(range(view.world_size)),
     )
+
+
+def _lines_of_examples(view: View, ranks: Sequence[int]) -> list[PointedLine]:
+    """The lines that give these ranks their examples, and what those lines read."""
+    reading = lines_of_reading(view, lines_that_deal_to_all(view), ranks)
+    run = run_lines(view, ranks[0])
+    return [*reading, *lines_behind(run, reading[0].line, 2)] if len(reading) == 1 else reading

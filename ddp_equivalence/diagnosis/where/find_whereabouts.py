@@ -18,6 +18,7 @@ from ddp_equivalence.diagnosis.where.copies import fault_of_unequal_copies
 from ddp_equivalence.diagnosis.where.division import fault_of_division
 from ddp_equivalence.diagnosis.where.gradient_path import line_of, lines_of_the_loss, paths_of
 from ddp_equivalence.diagnosis.where.groups import (
+    fault_of_missing_sum,
     fault_of_mixed_parameters,
     fault_of_mixed_shards,
     fault_of_non_members,
@@ -66,6 +67,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         fault_of_small_groups,
         fault_of_mixed_parameters,
         fault_of_mixed_shards,
+        fault_of_missing_sum,
         fault_of_unequal_copies,
     ):
         if (found := fault(view)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ddp_equivalence.diagnosis.lines.of_reduction import (
@@ -14,7 +15,8 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     names_in_small_groups,
 )
 from ddp_equivalence.diagnosis.lines.words import names_text
-from ddp_equivalence.diagnosis.reduced import groups_text, separate_groups
+from ddp_equivalence.diagnosis.reduced import Groups, groups_text, separate_groups
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
@@ -173,6 +175,80 @@ def _dealt_then_added(view: View, rank: int) -> tuple[CollectiveCall, Collective
                 return dealt, one
         dealt = one if one.op.startswith("reduce_scatter") else None
     return None
+
+
+# What the ranks of each group hold adds up to the big batch's gradient: only the sum is missing.
+
+
+def fault_of_missing_sum(view: View) -> Whereabouts | None:
+    """Which gradients still have to be added up in groups of ranks; None if that does not make all
+    gradients right.
+    """
+    wrong, measured = sorted(view.measured.differing), view.measured
+    if not wrong or not measured.is_known or not view.setting.every_rank_reports:
+        return None
+    places = view.parameters.positions_of(wrong)
+    held, right = measured.by_rank[:, places], view.expected[places]
+    for groups in _partitions(view):
+        sums = [held[list(group)].sum(0) for group in groups]
+        size = len(groups[0])
+        divisor = next(
+            (n for n in (1, size) if all(nearly_equal(one / n, right) for one in sums)), 0
+        )
+        if divisor:
+            return _missing_sum(
+                view, groups, wrong, f", and divide by {size}" if divisor > 1 else ""
+            )
+    return None
+
+
+def _missing_sum(view: View, groups: Groups, wrong: Sequence[str], divided: str) -> Whereabouts:
+    names, within = names_text(wrong), groups_text(groups)
+    places = [one for one in view.observed.calls.reductions if set(one.groups) <= set(groups)]
+    left_out = [one for place in places for one in lines_that_left_out(view, place)]
+    lines = [replace(one, is_fault=True) for one in left_out]
+    backwards = view.observed.calls.backwards if not places else []
+    what = "their mean" if divided else "their sum"
+    return Whereabouts(
+        "reduction",
+        "some gradients are not added up in groups of ranks",
+        f"Of {names}, the ranks of {within} hold different gradients, and {what} in each group is "
+        "right.",
+        distinct(
+            [
+                *lines,
+                *(place.pointed(f"adds up others in {within}", not lines) for place in places),
+                *(
+                    place.pointed("", True, f"an all_reduce in {within}")
+                    for place in backwards[-1:]
+                ),
+            ]
+        ),
+        tuple(wrong),
+        tuple(range(view.world_size)),
+        fix=f"all_reduce {names} in {within}{divided}.",
+        what="gradients missing",
+        explains_all=True,
+    )
+
+
+def _partitions(view: View) -> Iterator[Groups]:
+    """The ways in which groups that the step has made or used divide up all ranks."""
+    found: dict[tuple[int, ...], None] = {}
+    for rank in range(view.world_size):
+        for call in view.observed.calls_of_all_steps.of(rank):
+            ranks = call.collective.ranks if call.collective is not None else call.ranks
+            if call.kind in (Kind.COLLECTIVE, Kind.NEW_GROUP, Kind.EQUAL):
+                found[tuple(sorted(ranks))] = None
+    for size in sorted({len(group) for group in found} - {0, 1, view.world_size}):
+        groups = tuple(group for group in found if len(group) == size)
+        for first in groups:
+            chosen = [first]
+            for group in groups:
+                if not any({*group} & {*one} for one in chosen):
+                    chosen.append(group)
+            if sum(map(len, chosen)) == view.world_size and first[0] == 0:
+                yield tuple(sorted(chosen))
 
 
 # Ranks that no collective joins cannot hold what the others computed.

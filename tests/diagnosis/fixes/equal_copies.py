@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -196,3 +196,55 @@ def lacks_what_the_other_half_sends_back(model: Any, batch: Batch, rank: Rank) -
     for layer in (model.up, model.down):
         for parameter in layer.parameters():
             dist.all_reduce(parameter.grad, group=mesh["share"].get_group())
+
+
+@shows(
+    "no_all_reduce",
+    "call full_tensor(), which adds up the parts of the ranks, not to_local().",
+    {"one.grad.to_local()": "one.grad.full_tensor()"},
+)
+def takes_parts_of_gradients_for_whole_ones(model: Any, shard: Batch, rank: Rank) -> Any:
+    weights = replicated(model, rank)
+    mesh = next(iter(weights.values())).device_mesh
+    rows, targets = (DTensor.from_local(leaf, mesh, [Shard(0)]) for leaf in shard.values())
+    outputs = functional_call(model, weights, (rows,))
+    (outputs - targets).square().mean().backward()
+    return {name: one.grad.to_local() for name, one in weights.items()}
+
+
+@shows(
+    "",
+    "all_reduce enter.bias in groups {0, 1} and {2, 3}.",
+    {"[model.enter.weight]": "[model.enter.weight, model.enter.bias]"},
+    WIDE,
+)
+def adds_up_only_one_of_two_halves(model: Any, batch: Batch, rank: Rank) -> None:
+    """The ranks of a node have the same rows, and each computes with half of the hidden units."""
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("data", "share"))
+    rows, targets = (leaf.chunk(2)[rank.node] for leaf in (batch["rows"], batch["targets"]))
+    share = mesh["share"].get_group()
+    mine = torch.arange(6) // 3 == rank.local_rank
+    hidden = torch.tanh(model.enter(rows))
+    hidden = torch.where(mine, hidden, hidden.detach())
+    output = model.leave(hidden + model.down(torch.relu(model.up(hidden))))
+    nn.functional.mse_loss(output, targets).backward()
+    for weight in [model.enter.weight]:
+        dist.all_reduce(weight.grad, group=share)
+    average_over(model, mesh["data"].get_group())
+
+
+@shows(
+    "",
+    "all_reduce up.bias in groups {0, 1} and {2, 3}, and divide by 2.",
+    {'if name != "up.bias"': "if True"},
+    WIDE,
+)
+def leaves_a_bias_out_of_the_first_mean(model: Any, batch: Batch, rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("nodes", "local"))
+    rows, targets = (leaf.chunk(4)[rank.rank] for leaf in (batch["rows"], batch["targets"]))
+    nn.functional.mse_loss(model(rows), targets).backward()
+    for name, parameter in model.named_parameters():
+        if name != "up.bias":
+            dist.all_reduce(parameter.grad, group=mesh["local"].get_group())
+            parameter.grad /= 2
+    average_over(model, mesh["nodes"].get_group())
