@@ -432,6 +432,7 @@ class TorchCalls:
         self._append = append
         self._names = names
         self._is_replaced = is_replaced
+        self._names_in: dict[tuple[int, bool], tuple[str, ...]] = {}
         self._steps: frozenset[CodeType] = frozenset()
 
     def handlers(self) -> dict[CodeType, Handler]:
@@ -517,8 +518,10 @@ class TorchCalls:
 
     def _synchronisation(self, frame: FrameType) -> dict[str, Any]:
         module, given = frame.f_locals["self"], frame.f_locals
-        every = module.parameters(recurse=bool(given.get("recurse", True)))
-        names = self._names_of([*every])
+        recurse = bool(given.get("recurse", True))
+        # Between two passes the gathered weights, which have other ids, may be in their places.
+        key, names = (id(module), recurse), self._names_of([*module.parameters(recurse=recurse)])
+        names = self._names_in[key] = names or self._names_in.get(key, ())
         return {"value": float(bool(given["requires_gradient_sync"])), "names": names}
 
     def _sharding(self, frame: FrameType) -> dict[str, Any] | None:
@@ -544,10 +547,14 @@ class TorchCalls:
         by_user = caller is not None and is_users(caller.f_code.co_filename)
         if name is None and not isinstance(owner, nn.Module) and not by_user:
             return None
+        made_at = beginning_of(frame.f_locals.get("hook"))
+        by_torch = caller is None or not is_shown(caller.f_code.co_filename)
+        if by_torch and (made_at is None or not is_shown(made_at.file)):
+            return None  # such as those that FSDP gives to what a module returns
         return {
             "what": frame.f_code.co_name,
             "names": () if name is None else (name,),
-            "made_at": beginning_of(frame.f_locals.get("hook")),
+            "made_at": made_at,
         }
 
     def _names_of(self, parameters: Any) -> tuple[str, ...]:

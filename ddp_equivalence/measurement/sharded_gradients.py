@@ -173,6 +173,8 @@ class GradientsHere:
     def _of_flat(self, name: str) -> Kept | None:
         found = part_in_shard(self._places[name])
         if found is None:
+            if self._places[name].is_elsewhere:  # after a pass without synchronisation, once more
+                self.parts[name] = torch.empty(0)
             return None
         local, part = found
         if part is None:

@@ -30,6 +30,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     common_factor,
     ddp_reduces,
     in_hook,
+    in_own_backwards,
     is_unseen,
     line_of_reduction,
     line_that_scales,
@@ -40,7 +41,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
 from ddp_equivalence.diagnosis.lines.words import in_order
 from ddp_equivalence.diagnosis.reduced import sum_is_right, sums_repeated
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
+from ddp_equivalence.diagnosis.setting import CallSite, PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.own_gradient import backward_alone_is_wrong
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
@@ -283,7 +284,8 @@ def _one_over_ranks(view: View) -> Sequence[WrongFactor]:
 
 def _no_second_division(view: View) -> Indication | None:
     """Speaks against it if a loss over gathered outputs, backward, or one rank has the factor."""
-    if every_loss_is_the_big_batch_loss(view) and view.observed.a_rank_gathered:
+    gathered = view.observed.a_rank_gathered and not in_own_backwards(view)
+    if gathered and every_loss_is_the_big_batch_loss(view):
         because = "every rank's loss is that of the whole batch, which explains the factor"
         return Indication(False, because)
     if backward_alone_is_wrong(view):
@@ -331,10 +333,37 @@ def _lines_that_divide_twice(view: View) -> Sequence[PointedLine]:
         of_fsdp = view.observed.calls.places(Kind.DIVIDE_FACTOR)
         if of_fsdp:
             return [place.pointed(note, is_fault=True) for place in of_fsdp]
+    own = in_own_backwards(view) if not divisions else []
+    if own:
+        note = f"{own[-1].op} in a backward method: it may be the sum of the whole gradient already"
+        return in_order(view, own[-1].pointed(note, True), line_of_reduction(view))
+    counts = _counts_of_all_ranks(view) if not divisions else []
+    if counts:
+        note = "adds up a number of all ranks; the ranks' losses add up to that of the big batch"
+        return in_order(view, counts[-1].pointed(note, True), line_of_reduction(view))
     shown = replace(divisions[-1], is_fault=False) if divisions else None
     # What a communication hook does to its bucket is not watched; nothing else divides.
     hides = not divisions and bool(in_hook(view)) and not by_hand(view)
     return in_order(view, line_of_reduction(view, is_fault=hides), shown)
+
+
+def _counts_of_all_ranks(view: View) -> list[CallSite]:
+    """The lines that add up one number of all ranks in a forward pass, if the ranks' losses add up
+    to that of the big batch: what they are divided by is then a count of all ranks.
+    """
+    losses = [one.loss for rank in range(view.world_size) for one in view.observed.backwards(rank)]
+    known = [one for one in losses if one is not None]
+    if not losses_close(sum(known), view.examples.big_batch_loss) or len(known) < len(losses):
+        return []
+    return view.observed.calls.collectives(
+        lambda call, of: (
+            of.op == "all_reduce"
+            and of.elements <= 1  # whole numbers are not counted
+            and of.contents is Contents.OTHER
+            and not call.in_backward
+            and call.backwards < len(view.observed.backwards(0))
+        )
+    )
 
 
 # A division by the ranks of one node, or by a number that is not that of the ranks.

@@ -44,6 +44,7 @@ from ddp_equivalence.diagnosis.lines.of_loss import (
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
     common_factor,
+    in_own_backwards,
     is_unseen,
     line_of_reduction,
     line_that_scales_gradients,
@@ -513,6 +514,8 @@ def _loss_of_the_whole_batch(view: View) -> Indication | None:
             "those of the ranks' own examples alone"
         )
         return Indication(True, because, conclusive=True)
+    if in_own_backwards(view):
+        return Indication(False, "a backward method passes gradients on to other ranks")
     if losses_of_backwards(view) is None:
         return None
     return indication_if(

@@ -144,7 +144,7 @@ def _lines_past_the_wrapper(view: View) -> Sequence[PointedLine]:
         for place in direct[:1]
     ]
     made = last_of(wrapped, "the wrapper is made", is_fault=False)
-    return in_order(view, *made, *called)
+    return in_order(view, *made, *(called or _lines_that_call_a_part(view)))
 
 
 def _is_given_to_replicate(view: View) -> bool:

@@ -69,8 +69,23 @@ def in_hook(view: View) -> list[CallSite]:
     return in_backward or calls.places(Kind.HOOK)
 
 
+def in_own_backwards(view: View) -> list[CallSite]:
+    """The lines of backward methods of the user's own that talk to other ranks."""
+    backwards = {place.line for place in view.observed.calls.backwards}
+    places = view.observed.calls.collectives(lambda call, of: call.in_backward and of.elements > 1)
+    methods = {
+        one.line.file for seen in view.observed.by_rank.values() for one in seen.own_backwards
+    }
+    return [one for one in places if one.line not in backwards and one.line.file in methods]
+
+
 def ddp_reduces(view: View) -> bool:
-    """True if DDP was to reduce gradients in the last backward pass, without a hook."""
+    """True if DDP was to reduce gradients that differ in the last backward pass, without a hook."""
+    given = {
+        name for place in view.observed.calls_of_all_steps.places(Kind.WRAP) for name in place.names
+    }
+    if given and not given & view.measured.differing:
+        return False
     synchronises = any(wrapper.synchronised[-1:] == (True,) for wrapper in view.observed.wrappers)
     return synchronises and not view.observed.calls.places(Kind.HOOK)
 
@@ -101,6 +116,9 @@ def line_of_reduction(
         logged = [wrapper.logged.get("world_size") for wrapper in view.observed.wrappers]
         ranks = min([size for size in logged if isinstance(size, int)], default=view.world_size)
         return place.pointed(note(f"DDP averages over {ranks} ranks here"), is_fault, missing)
+    for place in in_own_backwards(view)[-1:]:
+        seen = f"{_operation(place)} over {len(place.groups[0])} ranks, in a backward method"
+        return place.pointed(note(seen), is_fault, missing)
     return None
 
 
@@ -477,8 +495,18 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
         if made != place.line:
             found.append(PointedLine(made, f"makes the group of line {place.line.number}"))
         note = f"{place.first.what} in {groups_text(groups_of(place))}: {names_text(given)}"
-        found.append(place.pointed(note, is_fault=True))
+        calls = view.observed.calls_of_all_steps.of(place.ranks[0])
+        others = [one for one in calls if one.at == place.line and one not in place.calls]
+        led = led_only_to(place.first, others) if others else None
+        found += [PointedLine(led, "leads to it with this group", True)] if led else []
+        found.append(place.pointed(note, is_fault=led is None))
     return found
+
+
+def led_only_to(call: Call, others: Collection[Call]) -> CodeLine | None:
+    """The nearest line that led to a call, and to none of the others."""
+    known = {line for one in others for line in (one.at, *one.callers)}
+    return next((line for line in call.callers if line not in known), None)
 
 
 def lines_that_choose_groups(view: View, places: Sequence[CallSite]) -> list[PointedLine]:

@@ -30,6 +30,7 @@ from ddp_equivalence.diagnosis.where.own_gradient import (
     backward_lines,
     compared_with_rows,
     fault_of_own_gradient,
+    fault_of_zeros,
     idle_ranks,
     losses_are_right,
     where_gradients_are_missing,
@@ -69,6 +70,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         fault_of_mixed_shards,
         fault_of_missing_sum,
         fault_of_unequal_copies,
+        fault_of_zeros,
     ):
         if (found := fault(view)) is not None:
             return _in_step(view, found)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     groups_of,
     in_small_groups,
+    led_only_to,
     lines_of_small_groups,
     lines_that_choose_groups,
     lines_that_left_out,
@@ -151,15 +152,14 @@ def fault_of_mixed_shards(view: View) -> Whereabouts | None:
 
 
 def _lines_of_second_group(view: View, ranks: tuple[int, ...]) -> list[CodeLine]:
-    """The line of the user's that had the last group of these ranks made, and no other group."""
-    made = [
-        one for one in view.observed.calls_of_all_steps.of(ranks[0]) if one.kind is Kind.NEW_GROUP
-    ]
+    """The line that had the last group of these ranks made, and no other group."""
+    calls = view.observed.calls_of_all_steps.of(ranks[0])
+    made = [one for one in calls if one.kind is Kind.NEW_GROUP]
     last = next((one for one in reversed(made) if one.ranks == ranks), None)
     if last is None:
         return []
-    others = {line for one in made if one.callers != last.callers for line in one.callers}
-    return [line for line in last.callers if line not in others][:1]
+    line = led_only_to(last, [one for one in made if one.callers != last.callers])
+    return [line] if line is not None else []
 
 
 def _dealt_then_added(view: View, rank: int) -> tuple[CollectiveCall, CollectiveCall] | None:
@@ -204,6 +204,7 @@ def fault_of_missing_sum(view: View) -> Whereabouts | None:
 
 def _missing_sum(view: View, groups: Groups, wrong: Sequence[str], divided: str) -> Whereabouts:
     names, within = names_text(wrong), groups_text(groups)
+    which = "some gradients" if len(wrong) < len(view.parameters.names) else "gradients"
     places = [one for one in view.observed.calls.reductions if set(one.groups) <= set(groups)]
     left_out = [one for place in places for one in lines_that_left_out(view, place)]
     lines = [replace(one, is_fault=True) for one in left_out]
@@ -211,7 +212,7 @@ def _missing_sum(view: View, groups: Groups, wrong: Sequence[str], divided: str)
     what = "their mean" if divided else "their sum"
     return Whereabouts(
         "reduction",
-        "some gradients are not added up in groups of ranks",
+        f"{which} are not added up in groups of ranks",
         f"Of {names}, the ranks of {within} hold different gradients, and {what} in each group is "
         "right.",
         distinct(

@@ -468,6 +468,18 @@ def where_gradients_are_missing(
     )
 
 
+def fault_of_zeros(view: View) -> Whereabouts | None:
+    """Why gradients that every rank holds as zeros were never computed; None if they were, or if
+    other gradients differ as well.
+    """
+    names = sorted(view.measured.differing)
+    if not names or bool(view.measured.by_rank[:, view.parameters.positions_of(names)].any()):
+        return None
+    found = where_gradients_are_missing(view.observed.by_rank, names, view)
+    is_seen = found is not None and any(one.is_fault for one in found.lines)
+    return replace(found, explains_all=True) if found is not None and is_seen else None
+
+
 def _why_missing(
     observed: Mapping[int, Observation], rank: int, gone: Sequence[str], backwards: Sequence[Call]
 ) -> tuple[str, list[PointedLine | None]]:
