@@ -35,7 +35,7 @@ class DeclaredEqual:
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that believe the step, if anybody has imported them."""
-        module = sys.modules.get(OF_DTENSORS)
+        module: Any = sys.modules.get(OF_DTENSORS)
         if not hasattr(module, "_ToTorchTensor") or not hasattr(module, "_FromTorchTensor"):
             return {}
         return {

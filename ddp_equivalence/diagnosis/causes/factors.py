@@ -23,7 +23,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     losses_close,
     on_every_rank,
 )
-from ddp_equivalence.diagnosis.lines.of_loss import line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.of_loss import line_that_multiplies_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.lines.of_reduction import (
     averages,
     by_hand,
@@ -337,7 +337,9 @@ def _lines_that_divide_twice(view: View) -> Sequence[PointedLine]:
     if own:
         note = f"{own[-1].op} in a backward method: it may be the sum of the whole gradient already"
         return in_order(view, own[-1].pointed(note, True), line_of_reduction(view))
-    counts = _counts_of_all_ranks(view) if not divisions else []
+    by = 1 / view.world_size
+    is_written = view.observed.calls.multiplied_by(by) or line_that_multiplies_loss(view, by)
+    counts = _counts_of_all_ranks(view) if not is_written else []
     if counts:
         note = "adds up a number of all ranks; the ranks' losses add up to that of the big batch"
         return in_order(view, counts[-1].pointed(note, True), line_of_reduction(view))
@@ -351,6 +353,8 @@ def _counts_of_all_ranks(view: View) -> list[CallSite]:
     """The lines that add up one number of all ranks in a forward pass, if the ranks' losses add up
     to that of the big batch: what they are divided by is then a count of all ranks.
     """
+    if not view.observed.covers_every_rank:
+        return []
     losses = [one.loss for rank in range(view.world_size) for one in view.observed.backwards(rank)]
     known = [one for one in losses if one is not None]
     if not losses_close(sum(known), view.examples.big_batch_loss) or len(known) < len(losses):

@@ -48,6 +48,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     is_unseen,
     line_of_reduction,
     line_that_scales_gradients,
+    lines_that_set_groups,
 )
 from ddp_equivalence.diagnosis.lines.origins import divisors, is_times_a_count
 from ddp_equivalence.diagnosis.lines.source import is_in_class, run_lines
@@ -58,7 +59,7 @@ from ddp_equivalence.diagnosis.means_of_parts import (
     means_over,
     nearest_mean,
 )
-from ddp_equivalence.diagnosis.reduced import sum_is_right
+from ddp_equivalence.diagnosis.reduced import groups_text, sum_is_right
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -280,7 +281,14 @@ def _of_nodes(view: View) -> Sequence[Prediction]:
 
 
 def _lines_of_nodes(view: View) -> Sequence[PointedLine]:
-    """Where gradients are reduced inside the nodes, and between them."""
+    """Where a loss adds up numbers of some ranks only; or where gradients are reduced inside the
+    nodes, and between them.
+    """
+    in_groups = _sums_in_groups(view)
+    if in_groups:
+        last = in_groups[-1]
+        note = f"adds up numbers of the ranks in {groups_text(last.groups)}, in the forward pass"
+        return [*lines_that_set_groups(view, [last])[:1], last.pointed(note, True)]
     nodes = [set(ranks) for ranks in view.setting.ranks_by_node]
     between: list[CallSite] = []
     inside: list[CallSite] = []
@@ -290,6 +298,21 @@ def _lines_of_nodes(view: View) -> Sequence[PointedLine]:
     note = "joins the nodes, which count equally"
     joining = last_of(between, note) or first_of(view.observed.calls.places(Kind.WRAP), note)
     return [*last_of(inside, "reduces inside each node", is_fault=False), *joining]
+
+
+def _sums_in_groups(view: View) -> list[CallSite]:
+    """The lines that add up something else than gradients in a group of some ranks, before the last
+    backward begins.
+    """
+    return view.observed.calls.collectives(
+        lambda call, of: (
+            of.op == "all_reduce"
+            and of.contents is Contents.OTHER
+            and 1 < len(of.ranks) < view.world_size
+            and not call.in_backward
+            and call.backwards < len(view.observed.backwards(0))
+        )
+    )
 
 
 def _examples_of_nodes(view: View) -> list[tuple[int, ...]]:

@@ -26,6 +26,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
+    lines_that_gave,
     lines_that_left_out,
 )
 from ddp_equivalence.diagnosis.lines.source import run_lines
@@ -276,7 +277,9 @@ def _reduce_dtype_seen(view: View) -> Indication | None:
 def _lines_of_reduce_dtype(view: View) -> Sequence[PointedLine]:
     calls = view.observed.calls_of_all_steps
     told = calls.places(Kind.SHARDING, where=lambda call: bool(call.dtype))
-    return last_of(told, f"reduces in {_told_to_reduce_in(view)}")
+    given = lines_that_gave(view, told[-1:], ("mp_policy", "mixed_precision"))
+    note = f"reduces in {_told_to_reduce_in(view)}"
+    return [*given, *last_of(told, note, is_fault=not given)]
 
 
 def _reduced_in_half(view: View) -> Indication | None:

@@ -19,7 +19,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     on_several_ranks,
 )
 from ddp_equivalence.diagnosis.lines.behind import lines_behind
-from ddp_equivalence.diagnosis.lines.of_reduction import ignored_by_fsdp
+from ddp_equivalence.diagnosis.lines.of_reduction import ignored_by_fsdp, lines_that_gave
 from ddp_equivalence.diagnosis.lines.source import run_lines
 from ddp_equivalence.diagnosis.lines.words import first_of, last_of, names_text
 from ddp_equivalence.diagnosis.means_of_parts import (
@@ -31,6 +31,7 @@ from ddp_equivalence.diagnosis.reduced import passes_without_sync
 from ddp_equivalence.diagnosis.setting import CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.whole_tensors import IGNORED as IGNORED_ARGUMENTS
 
 MOST_SHOWN = 4
 
@@ -299,6 +300,15 @@ def _lines_of_sync(view: View) -> Sequence[PointedLine]:
 _NOT_REDUCED = next(one for one in SOME_NOT_REDUCED if one.name == "parameter_not_reduced")
 
 
+def _lines_that_ignore(view: View) -> Sequence[PointedLine]:
+    """What says which parameters are ignored, and what reduces the others."""
+    told = view.observed.calls_of_all_steps.places(Kind.IGNORE)
+    given = lines_that_gave(view, told, IGNORED_ARGUMENTS)
+    others = _NOT_REDUCED.lines(view)
+    reducing = [one for one in others if view.observed.calls.reductions and one.is_fault]
+    return [*given, *(replace(one, is_fault=not given) for one in reducing)] if given else others
+
+
 def _ignored_seen(view: View) -> Indication | None:
     differing, ignored = view.measured.differing, ignored_by_fsdp(view)
     if not ignored:
@@ -399,7 +409,7 @@ IGNORED = Hypothesis(
     tell_apart="Leave the argument out: this difference then goes away.",
     held=lambda view: _NOT_REDUCED.predict(view) if ignored_by_fsdp(view) else (),
     indication=_ignored_seen,
-    lines=_NOT_REDUCED.lines,
+    lines=_lines_that_ignore,
     mend=lambda view: (
         f"reduce {names_text(sorted(view.measured.differing))} yourself, or do not ignore "
         f"{'it' if len(view.measured.differing) == 1 else 'them'}."

@@ -173,20 +173,18 @@ def _lines_past_the_hooks(view: View) -> Sequence[PointedLine]:
 
 def _lines_that_call_a_part(view: View) -> list[PointedLine]:
     """The line that calls a method of the model, or else the one that calls a module in it."""
-    calls = [one for seen in view.observed.by_rank.values() for one in seen.trace.module_calls]
-    outermost = min(calls, key=lambda one: one.name.count("."), default=None)
-    inside = outermost and outermost.line
-    if inside is None:
-        return []
-    run = run_lines(view)
-    named = (
-        place.line(node)
+    run, seen = run_lines(view), next(iter(view.observed.by_rank.values()), None)
+    calls = [one for one in seen.trace.module_calls if one.line is not None] if seen else []
+    called = {
+        node.func.attr: place.line(node)
         for file, node in run.nodes()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if node.func.attr == inside.function and (place := place_of(file, node.lineno)) is not None
-    )
-    line = next((one for one in named if one in run.times), inside)
-    return [PointedLine(line, "calls a method or a part of it", True)]
+        if (place := place_of(file, node.lineno)) is not None and place.line(node) in run.times
+    }
+    inside = [one.line for one in sorted(calls, key=lambda one: one.name.count(".")) if one.line]
+    methods = (one.line.function for one in calls if one.line)
+    line = next((called[one] for one in methods if one in called), next(iter(inside), None))
+    return [PointedLine(line, "calls a method or a part of it", True)] if line else []
 
 
 def _synchronised(view: View) -> Indication | None:

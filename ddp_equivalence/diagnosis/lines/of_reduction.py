@@ -503,6 +503,22 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
     return found
 
 
+def lines_that_gave(
+    view: View, places: Sequence[CallSite], names: Sequence[str]
+) -> list[PointedLine]:
+    """The lines that set an argument with one of these names at each of these places, or that give
+    it, where the call goes over several lines.
+    """
+    found: dict[CodeLine, PointedLine] = {}
+    for place in places:
+        given = given_at(place.line, names)
+        if given is not None:
+            line = set_at(run_lines(view, place.ranks[0]), given).line
+            if line != place.line:
+                found.setdefault(line, PointedLine(line, f"gives {given.name}", True))
+    return list(found.values())
+
+
 def led_only_to(call: Call, others: Collection[Call]) -> CodeLine | None:
     """The nearest line that led to a call, and to none of the others."""
     known = {line for one in others for line in (one.at, *one.callers)}

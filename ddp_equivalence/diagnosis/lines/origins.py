@@ -436,10 +436,10 @@ def given_at(
     for node in place.nodes:
         is_meant = isinstance(node, ast.Call) and (called_name(node) in called or not called)
         if isinstance(node, ast.Call) and is_meant and holds(node, line.number):
-            named = [one.value for one in node.keywords if one.arg in names]
+            named = [(one.value, one.arg or "") for one in node.keywords if one.arg in names]
             listed = node.args[number : number + 1] if number is not None else []
-            for value in (*named, *listed):
-                return Origin(place, value, names[0])
+            for value, name in (*named, *((one, names[0]) for one in listed)):
+                return Origin(place, value, name)
     return None
 
 

@@ -70,7 +70,7 @@ def replicates_between_other_shards(model: Any, shard: Batch, rank: Rank) -> Non
     loss(model, shard).backward()
 
 
-def replicated(model: nn.Module, rank: Rank) -> dict[str, nn.Parameter]:
+def replicated(model: nn.Module, rank: Rank) -> dict[str, Any]:
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
     return {
         name: nn.Parameter(distribute_tensor(one.detach(), mesh, [Replicate()]))
@@ -140,7 +140,7 @@ def average_over(model: nn.Module, group: Any) -> None:
 def deals_examples_to_every_rank(model: Any, batch: Batch, rank: Rank) -> None:
     mesh = shared(model, rank)
     examples = TensorDataset(batch["rows"], batch["targets"])
-    sampler = DistributedSampler(
+    sampler: Any = DistributedSampler(
         examples, num_replicas=rank.world_size, rank=rank.rank, shuffle=False
     )
     for rows, targets in DataLoader(examples, batch_size=len(sampler), sampler=sampler):

@@ -1,0 +1,229 @@
+"""The marked line is the one that led to the fault: in a helper, a property, a backward method.
+
+In each step the faulty line ends with the comment ``# fault``.
+"""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.case import settings
+from ddp_equivalence.report.render import pointed_lines
+from tests.diagnosis.names.small_case import case
+from tests.package.own_cases import loss
+
+pytestmark = pytest.mark.self_check
+
+Batch = dict[str, Tensor]
+
+
+def marked(of: Case, step: Any, cause: str, **options: Any) -> list[str]:
+    """The source of the marked lines of a step that has this cause, or none if it is "" ."""
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        verdict = check(of, step, **options)
+        assert (verdict.outcome, verdict.cause or "") == ("different", cause), verdict
+        lines = [one.line for one in pointed_lines(verdict) if one.is_fault]
+    return [linecache.getline(one.file, one.number).rstrip() for one in lines]
+
+
+class Sharded(nn.Module):
+    """Two layers that are sharded by themselves, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.head = nn.Linear(5, 3)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return rows
+
+    def forward(self, rows: Tensor) -> Any:
+        return self.head(self.encode(rows))
+
+
+def shard(module: nn.Module, mesh: Any) -> None:
+    fully_shard(module, mesh=mesh)
+
+
+def head_in_groups(model: Sharded, batch: Batch, rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        shard(layer, mesh)
+    shard(model, mesh["shard"])  # fault
+    loss(model, batch).backward()
+
+
+def sync_off(model: Any, batch: Batch, rank: Rank) -> None:
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for number, rows in enumerate(batch["rows"].chunk(3)):
+        model.set_requires_gradient_sync(number == 1)  # fault
+        model.set_reshard_after_backward(number == 1)
+        F.mse_loss(model(rows), batch["targets"].chunk(3)[number]).div(3).backward()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def clips_parts_after_no_sync(model: Any, batch: Batch, rank: Rank) -> Any:
+    wrapped = FullyShardedDataParallel(model, device_id=rank.device)  # its flat parameters
+    optimizer = sgd(wrapped.parameters())
+    first, second = ({n: leaf[k::2] for n, leaf in batch.items()} for k in (0, 1))
+    with wrapped.no_sync():
+        (loss(wrapped, first) / 2).backward()
+    (loss(wrapped, second) / 2).backward()
+    nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)  # fault
+    optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+            for name, parameter in wrapped.named_parameters()
+        }
+
+
+def of_large_targets(model: Any, batch: Batch, count: Any = None) -> Any:
+    """The mean error where the target is large, which is not equally often so on all ranks."""
+    counted = (batch["targets"] > 0.5).double()
+    count = counted.sum() if count is None else count
+    return ((model(batch["rows"]) - batch["targets"]).square() * counted).sum() / count
+
+
+def count_of_all_ranks(model: Any, batch: Batch, rank: Rank) -> None:
+    fully_shard(model)
+    count = (batch["targets"] > 0.5).double().sum()
+    dist.all_reduce(count)  # fault
+    of_large_targets(model, batch, count).backward()
+
+
+def count_of_a_node(model: Any, batch: Batch, rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    count = (batch["targets"] > 0.5).double().sum()
+    dist.all_reduce(count, group=mesh["shard"].get_group())  # fault
+    of_large_targets(model, batch, count / 2).backward()
+
+
+def ignores_the_head(model: Any, batch: Batch, rank: Rank) -> None:
+    wrapped = FullyShardedDataParallel(
+        model,
+        use_orig_params=True,
+        device_id=rank.device,
+        ignored_states=[*model.head.parameters()],  # fault
+    )
+    loss(wrapped, batch).backward()
+
+
+class Everyone(torch.autograd.Function):
+    """The rows of all ranks; the gradients of each row are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.first = dist.get_rank() * len(rows)
+        ctx.count = len(rows)
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.contiguous() / dist.get_world_size()
+        dist.all_reduce(total)  # fault
+        return total[ctx.first : ctx.first + ctx.count]
+
+
+def averages_what_is_whole(model: Any, batch: Batch, rank: Rank) -> None:
+    """Each rank has the loss of the whole batch, and backward adds its gradient up."""
+    own: Any = Everyone
+    ddp = DistributedDataParallel(model)
+    outputs = ddp(batch["rows"])
+    targets = [torch.empty_like(batch["targets"]) for _ in range(rank.world_size)]
+    dist.all_gather(targets, batch["targets"])
+    F.mse_loss(own.apply(outputs), torch.cat(targets)).backward()
+
+
+def calls_a_method(model: Any, batch: Batch, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    hidden = ddp.module.encode(batch["rows"])  # fault
+    F.mse_loss(ddp.module.head(hidden), batch["targets"]).backward()
+
+
+def zeros_of_a_checkpoint(model: Any, batch: Batch, rank: Rank) -> Any:
+    hidden = checkpoint(model.encode, batch["rows"], use_reentrant=True)
+    ddp = DistributedDataParallel(model.head)
+    F.mse_loss(ddp(hidden), batch["targets"]).backward()
+    found = {name: one.grad for name, one in model.named_parameters()}
+    every = dict(model.named_parameters())
+    return {name: torch.zeros_like(every[name]) if g is None else g for name, g in found.items()}
+
+
+def gathers_without_gradients(model: Any, batch: Batch, rank: Rank) -> None:
+    fully_shard(model)
+    outputs = model(batch["rows"])
+    parts = [torch.empty_like(outputs) for _ in range(rank.world_size)]
+    dist.all_gather(parts, outputs.detach())
+    parts[rank.rank] = outputs
+    mean = torch.cat(parts).mean(0)
+    (F.mse_loss(outputs, batch["targets"]) + mean.square().sum()).backward()
+
+
+def with_the_mean(model: nn.Module, batch: Batch) -> Any:
+    outputs = model(batch["rows"])
+    return F.mse_loss(outputs, batch["targets"]) + outputs.mean(0).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "cause", "of", "options"),
+    [
+        (head_in_groups, "", case("2x2", model=Sharded), {}),
+        (sync_off, "gradient_sync_off", case(model=Sharded), {}),
+        (
+            clips_parts_after_no_sync,
+            "local_norm_clipped",
+            case(dtype=torch.float32),
+            {"compare": "update", "optimizer": sgd, "clip": 0.1},
+        ),
+        (count_of_all_ranks, "averaged_twice", case(loss=of_large_targets), {}),
+        (
+            count_of_a_node,
+            "mean_of_node_means",
+            case("2x2", loss=of_large_targets),
+            {},
+        ),
+        (ignores_the_head, "ignored_parameter", case(model=Sharded), {}),
+        (averages_what_is_whole, "averaged_twice", case(), {}),
+        (calls_a_method, "raw_module_called", case(model=Sharded), {}),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_the_line_that_led_to_it_is_marked(
+    step: Any, cause: str, of: Case, options: dict[str, Any]
+) -> None:
+    assert [one for one in marked(of, step, cause, **options) if one.endswith("# fault")]
+
+
+def test_a_module_that_a_checkpoint_calls_without_gradients_explains_zeros() -> None:
+    lines = marked(case(model=Sharded), zeros_of_a_checkpoint, "")
+    assert [one.strip() for one in lines] == ["rows = torch.tanh(layer(rows))"]
+
+
+def test_hooks_that_fsdp_registers_are_not_marked() -> None:
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        verdict = check(case(loss=with_the_mean), gathers_without_gradients)
+    assert verdict.outcome == "different"
+    assert "a hook on" not in str(verdict)
