@@ -277,7 +277,8 @@ def _unless_it_is_built_alike(request: Request, verdict: Verdict) -> Unknown | N
     if request.case.is_catalogue or verdict.analysis is None:
         return None
     with suppress(BadCase):  # it is the same instance, which only a further check refuses
-        return vacuity.against_another_start(verdict.analysis.reference, verdict.evidence)
+        analysis = verdict.analysis
+        return vacuity.against_another_start(analysis.reference, verdict.evidence, analysis.start)
     return None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.training import GradientKey
-from ddp_equivalence.comparison.gradients import ElementSample
+from ddp_equivalence.comparison.gradients import ElementSample, digest
 from ddp_equivalence.comparison.rounding import Expected
 from ddp_equivalence.comparison.shared import SharedGradients, shared_gradients
 from ddp_equivalence.diagnosis.view import expected_of
@@ -84,7 +84,10 @@ class BigBatch:
 
     def _computed(self) -> Expected:
         model, self._model = self._model, None  # which frees its memory, once it is not needed
-        return expected_of(self._request, model)
+        start = "" if self._shared is None or model is None else digest(model.named_parameters())
+        expected = expected_of(self._request, model)
+        expected.start = start
+        return expected
 
     def _may_be_large(self) -> bool:
         if self._request.in_process:  # rank 0 would wait for itself

@@ -143,6 +143,14 @@ def measure_rounding(
     return Rounding(noise, order_matters, inside.lowest if in_float64 else None)
 
 
+def noise_of_one_run(
+    reference: Reference, batches: Sequence[Any], autocast: torch.dtype | None = None
+) -> dict[GradientKey, Noise]:
+    """The noise of one run in the precision of the model, on the examples in their order."""
+    gradients = _train_again(reference, batches, None, scale=1, autocast=autocast)
+    return noise_of(reference.expected, gradients)
+
+
 def _in_own_precision(
     reference: Reference,
     noise: dict[GradientKey, Noise],
@@ -518,6 +526,8 @@ class Expected:
         self._order = order
         self._rounding: dict[torch.dtype | None, Rounding] = {}
         self._of_more_runs: dict[torch.dtype | None, Rounding] = {}
+        self.start = ""
+        """A digest of the weights of a large model, as it was built first; "" of any other."""
 
     def batches(self) -> list[Any]:
         """The big batches, built once more.
@@ -561,6 +571,11 @@ class Expected:
             self._rounding[autocast] = self.measure(autocast)
         return self._rounding[autocast]
 
+    def noise_of_one_run(self, autocast: torch.dtype | None) -> dict[GradientKey, Noise]:
+        """The least that rounding does, of one run of several: limits that it gives are certain."""
+        self.start = ""  # from here on, models that are built later count as well
+        return noise_of_one_run(self.reference, self.batches(), autocast)
+
     def rounding_of_more_runs(self, autocast: torch.dtype | None = None) -> Rounding:
         """Measured where the comparison fails by so little that rounding may be the reason."""
         if autocast not in self._of_more_runs:
@@ -569,6 +584,7 @@ class Expected:
 
     def measure(self, autocast: torch.dtype | None, more: bool = False) -> Rounding:
         """Measure the rounding of a few runs; or of further ones too."""
+        self.start = ""
         if not more:
             return measure_rounding(self.reference, self.batches(), autocast)
         return measure_more(self.reference, self.rounding_under(autocast), self.batches(), autocast)

@@ -111,14 +111,15 @@ class SharedGradients:
             if one is None or place is None or not one.numel():
                 continue
             begin, count = place
-            flat = dense(one).reshape(-1).to(dtype).numpy()
-            rms[key] = norm_of(flat) / math.sqrt(flat.size)
+            exact = dense(one).reshape(-1)
+            rms[key] = norm_of(exact.numpy()) / math.sqrt(count)
+            flat = exact.to(dtype).numpy()
             _write(self._file.fileno(), flat.data.cast("B"), begin)
             if not one.is_sparse:
                 view = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
                 gradients[key] = view.view(one.shape)
             freed += dtype.itemsize * count
-            del one, flat
+            del one, exact, flat
             if freed >= LARGE:
                 give_back_memory()
                 freed = 0

@@ -21,9 +21,6 @@ IN_CACHE = 8192
 """So many elements are taken at a time on the CPU. Their sums are then made inside its cache, and
 in memory that numpy takes again; larger parts would get new pages for every operation."""
 
-PART = 2**21
-"""So many elements of a large gradient are added up at a time."""
-
 
 @dataclass
 class Sums:
@@ -158,10 +155,10 @@ def not_nan(value: float) -> float:
 
 
 def norm_of(truth: Truth) -> float:
-    """The norm, of which no more than a part is in memory a second time."""
-    squares = 0.0
+    """The norm, which is added up in float64."""
+    squares, step = 0.0, truth.size if truth.dtype == np.float64 else IN_CACHE
     with np.errstate(all="ignore"):
-        for begin in range(0, truth.size, PART):
-            part = truth[begin : begin + PART].astype(np.float64, copy=False)
+        for begin in range(0, truth.size, max(1, step)):
+            part = truth[begin : begin + step].astype(np.float64, copy=False)
             squares += float(part @ part)
     return math.sqrt(squares)

@@ -115,6 +115,11 @@ class Analysis:
                 return self.time.within(NEAREST, lambda: nearest_fault(view), None)
         return None
 
+    @property
+    def start(self) -> str:
+        """A digest of the weights with which the reference began; "" if it is to be made anew."""
+        return self._expected.start
+
     def floor_of(
         self, parameter: ParameterComparison, autocast: torch.dtype | None = None
     ) -> float | None:

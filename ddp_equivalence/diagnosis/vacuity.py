@@ -140,11 +140,14 @@ def _cannot_show(why: str) -> Unknown:
     return Unknown(UnknownBecause.PLANTED_FAULT_CANNOT_SHOW, f"{why}: it cannot show on this case")
 
 
-def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> Unknown | None:
+def against_another_start(
+    reference: Reference, evidence: Mapping[int, Evidence], start: str = ""
+) -> Unknown | None:
     """Nothing is shown of a step that started from other weights; nor by a model that is another
-    one at each call, because limits are measured with new ones.
+    one at each call, because limits are measured with new ones. ``start``: the digest of the
+    weights of the reference, if no other model was needed, for which a large one takes long.
     """
-    start = digest(dict(build_model(reference.case).named_parameters()))
+    start = start or digest(dict(build_model(reference.case).named_parameters()))
     other = [rank for rank, one in evidence.items() if one.start != start]
     if not other:
         return None

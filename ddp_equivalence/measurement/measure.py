@@ -17,7 +17,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.training import Compare, GradientKey, Steps, Training
 from ddp_equivalence.comparison.chunks import RawChunk
-from ddp_equivalence.comparison.comparison import Comparator, Comparison
+from ddp_equivalence.comparison.comparison import LARGE, Comparator, Comparison
 from ddp_equivalence.comparison.gradients import ElementSample
 from ddp_equivalence.comparison.rounding import (
     Expected,
@@ -246,6 +246,11 @@ def finished(
     if comparison.same or comparison.is_a_whole_multiple:
         return comparison
     # Something is beyond the least limit. Measure rounding and apply the limits that follow.
+    if comparison.elements >= LARGE and tolerance.dtype is not torch.float64:
+        # A run of the big batch takes long, and the others can only widen the limits of the first.
+        at_once = comparator.finish(expected.noise_of_one_run(autocast), autocast)
+        if at_once.same and not at_once.has_useless_limits:
+            return at_once
     rounding = expected.rounding_under(autocast)
     tolerance = replace(tolerance, inside=rounding.inside)
     comparison = comparator.finish(rounding.noise, autocast, tolerance)

@@ -26,6 +26,7 @@ from ddp_equivalence.checking.large_models import BigBatch
 from ddp_equivalence.comparison import comparison, rounding
 from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
 from ddp_equivalence.diagnosis import shares
+from ddp_equivalence.measurement import measure
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.report.evidence import BY_THE_RANKS
 
@@ -170,6 +171,83 @@ def test_rounding_is_not_measured_where_the_ranks_hold_a_multiple(
             verdict = check(case, step)
         assert verdict.outcome == "different"
         assert bool(measured) is takes_rounding, step
+
+
+def cancelling_loss(model: Any, batch: Batch) -> Any:
+    """In float32 the outputs lose their last digits, and so does the gradient."""
+    return (model(batch["rows"]) + 1e4 - 1e4).square().mean()
+
+
+def cancelling(model: Any, shard: Batch, rank: Rank) -> None:
+    wrapper = DistributedDataParallel(model)
+    cancelling_loss(wrapper, shard).backward()
+
+
+def slightly_more(model: Any, shard: Batch, rank: Rank) -> None:
+    wrapper = DistributedDataParallel(model)
+    (1.01 * cancelling_loss(wrapper, shard)).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "outcome", "runs"), [(cancelling, "same", 0), (slightly_more, "different", 1)]
+)
+def test_one_run_of_a_large_big_batch_may_explain_the_rounding(
+    step: Any, outcome: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does not, all runs are made that a small model would get."""
+    measured: list[object] = []
+
+    def measure_rounding(*arguments: Any, **named: Any) -> Any:
+        measured.append(arguments)
+        return whole(*arguments, **named)
+
+    whole = rounding.measure_rounding
+    monkeypatch.setattr(rounding, "measure_rounding", measure_rounding)
+    case = Case(model=build, batch=rows, loss=cancelling_loss, layout="1x2", dtype=torch.float32)
+    with settings.using(settings.replaced(compared_by_ranks=True, trial_seconds=0.0)):
+        small = check(case, step)
+        assert measured
+        measured.clear()
+        monkeypatch.setattr(measure, "LARGE", 1)
+        large = check(case, step)
+    assert (small.outcome, large.outcome) == (outcome, outcome), (small, large)
+    assert (len(measured) > 0) == (runs > 0)
+    assert large.comparison is not None
+    assert small.comparison is not None
+    limits = zip(large.comparison.parameters, small.comparison.parameters, strict=True)
+    assert all(one.limit.relative <= other.limit.relative for one, other in limits)
+
+
+def test_a_large_model_is_not_built_again_only_to_compare_its_first_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[int] = []
+
+    def count_here(*arguments: Any) -> nn.Module:
+        built.append(os.getpid())
+        return build()
+
+    def judged(compared_by_ranks: bool) -> int:
+        built.clear()
+        case = Case(model=count_here, batch=rows, loss=loss, layout="1x2")
+        with settings.using(settings.replaced(compared_by_ranks=compared_by_ranks)):
+            verdict = check(case, ddp)
+        assert verdict.outcome == "same", verdict
+        return built.count(os.getpid())
+
+    assert judged(True) < judged(False)
+
+
+def build_by_rank() -> nn.Module:
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
+    return build()
+
+
+def test_other_weights_of_a_rank_are_unknown_if_the_ranks_compare() -> None:
+    with settings.using(settings.replaced(compared_by_ranks=True)):
+        verdict = check(Case(model=build_by_rank, batch=rows, loss=loss, layout="1x2"), ddp)
+    assert verdict.outcome == "unknown", verdict
+    assert "builds other weights than the reference" in verdict.reason
 
 
 def twice_as_much(model: Any, shard: Batch, rank: Rank) -> None:
