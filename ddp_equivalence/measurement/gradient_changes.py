@@ -167,14 +167,14 @@ def _copied(
     values = {}
     for name, tensor in named.items():
         try:
-            values[name] = plain(tensor.detach()).to("cpu").reshape(-1).double()
+            values[name] = plain(tensor.detach()).reshape(-1)
         except (NotPlain, RuntimeError):
             continue
     names: list[str] = []
     factors: list[float] = []
     same = SAME_FACTOR
     for tensor in tensors:
-        flat = tensor.detach().to("cpu").reshape(-1).double()
+        flat = plain(tensor.detach()).reshape(-1)
         same = max(same, torch.finfo(tensor.dtype).eps)  # a narrower type has rounded them
         for name, factor in matching_segments(flat, values, same):
             names.append(name)

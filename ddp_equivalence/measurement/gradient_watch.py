@@ -24,6 +24,7 @@ from ddp_equivalence.measurement.calls import (
     line_at,
     packed,
     plain,
+    thinned,
 )
 from ddp_equivalence.measurement.lines import may_hide
 from ddp_equivalence.measurement.sharded_gradients import (
@@ -201,19 +202,37 @@ def factor_between(before: Tensor, now: Tensor, same: float = SAME_FACTOR) -> fl
     return factor if rest <= same * float(now.norm()) else None
 
 
+FEW = 4096
+"""So many elements of large tensors are compared first."""
+
+
+def _exact(values: Tensor) -> Tensor:
+    return values.to("cpu", torch.float64)
+
+
+def _may_fit(value: Tensor, segment: Tensor, same: float) -> bool:
+    """False if a few elements show that the segment is no multiple of the value."""
+    few = _exact(thinned(value, FEW))
+    if len(few) == len(value) or not bool(few.any()):
+        return True
+    return factor_between(few, _exact(thinned(segment, FEW)), min(0.5, 100 * same)) is not None
+
+
 def matching_segments(
     flat: Tensor, values: Mapping[str, Tensor], same: float = SAME_FACTOR
 ) -> Iterator[tuple[str, float]]:
     """The tensors that ``flat`` is put together from, one after the other, and their factors.
 
     Stops where no tensor fits. Shapes: all are flat. A tensor of one element is a multiple of every
-    number, so its factor must be 1, or that of the tensor before.
+    number, so its factor must be 1, or that of the tensor before. Of large ones no copy is made
+    before a few of their elements have been found to fit.
     """
     at, left, last = 0, dict(values), 1.0
     while at < len(flat) and left:
         for name, value in left.items():
             segment = flat[at : at + len(value)]
-            factor = factor_between(value, segment, same) if len(segment) == len(value) else None
+            may_fit = len(segment) == len(value) and _may_fit(value, segment, same)
+            factor = factor_between(_exact(value), _exact(segment), same) if may_fit else None
             if factor and (len(value) > 1 or abs(factor - last) <= same * abs(last)):
                 yield name, in_order(factor)
                 at, last = at + len(value), factor
