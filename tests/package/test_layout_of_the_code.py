@@ -16,13 +16,13 @@ BUDGETS = {
     "": 361,
     "adapters": 317,
     "case": 3_336,
-    "checking": 1_382,
+    "checking": 1_387,
     "commands": 6_256,
-    "comparison": 2_285,
-    "diagnosis": 21_999,
+    "comparison": 2_314,
+    "diagnosis": 22_477,
     "faults": 2_352,
     "gate": 1_971,
-    "measurement": 8_592,
+    "measurement": 8_712,
     "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
     "ranks": 7_804,
@@ -33,7 +33,7 @@ BUDGETS = {
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 312
+MOST_FILES = 314
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15
