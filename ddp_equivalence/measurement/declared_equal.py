@@ -74,7 +74,7 @@ class DeclaredEqual:
         """``in_dims``: for each dimension of the mesh, whether the ranks along it are meant."""
         groups = [mesh.get_group(dim) for dim, is_meant in enumerate(in_dims) if is_meant]
         groups = [one for one in groups if one.size() > 1]
-        if groups:
+        if groups and tensor.numel() > 1:  # a number may be there for a log
             with torch.no_grad():
                 norm = float(tensor.detach().to(torch.float64).norm())
             dtype = str(tensor.dtype).removeprefix("torch.")

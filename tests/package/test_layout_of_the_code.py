@@ -19,7 +19,7 @@ BUDGETS = {
     "checking": 1_387,
     "commands": 6_256,
     "comparison": 2_314,
-    "diagnosis": 22_477,
+    "diagnosis": 22_482,
     "faults": 2_352,
     "gate": 1_971,
     "measurement": 8_712,

@@ -165,15 +165,18 @@ def _lines_of_second_group(view: View, ranks: tuple[int, ...]) -> list[CodeLine]
 def _dealt_then_added(view: View, rank: int) -> tuple[CollectiveCall, CollectiveCall] | None:
     """The first reduce_scatter whose parts this rank adds to another one of the same whole."""
     dealt: CollectiveCall | None = None
+    began = False
     for call in view.observed.calls.of(rank):
         one = call.collective
         if one is None or not one.elements:
             continue
-        if dealt is not None and one.op in ADDING:
+        if dealt is not None and one.op in ADDING and one.elements > 1:  # one may be a norm
             is_the_part = one.elements * len(dealt.ranks) == dealt.elements
+            is_the_part &= call.in_backward == began
             if is_the_part and len({*one.ranks} & {*dealt.ranks}) > 1:
                 return dealt, one
         dealt = one if one.op.startswith("reduce_scatter") else None
+        began = call.in_backward
     return None
 
 
@@ -190,6 +193,8 @@ def fault_of_missing_sum(view: View) -> Whereabouts | None:
     places = view.parameters.positions_of(wrong)
     held, right = measured.by_rank[:, places], view.expected[places]
     for groups in _partitions(view):
+        if all(nearly_equal(held[list(group)], held[list(group[:1])]) for group in groups):
+            continue  # a factor is missing, not a sum
         sums = [held[list(group)].sum(0) for group in groups]
         size = len(groups[0])
         divisor = next(
