@@ -30,7 +30,7 @@ from ddp_equivalence.case.build import (
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.case.random_state import seeded, step_seed
+from ddp_equivalence.case.random_state import draws_noticed, seeded, step_seed
 from ddp_equivalence.case.training import (
     AtSteps,
     Compare,
@@ -58,7 +58,8 @@ class Reference:
     ``after_clipping``: gradients are those after clipping. ``buffers``: what the buffers of the
     model hold afterwards, and the tensors that its modules keep. ``why_not_float64``: what the loss
     raised in float64, if the big batch was therefore computed in the precision of the case.
-    ``settings``: with which optimizers step each parameter.
+    ``settings``: with which optimizers step each parameter. ``draws``: False if it has drawn no
+    random numbers, but perhaps from a generator of its own.
     """
 
     case: Case
@@ -74,6 +75,7 @@ class Reference:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     why_not_float64: str = ""
     settings: dict[GradientKey, Settings] = field(default_factory=dict)
+    draws: bool = True
 
     @property
     def computed_in(self) -> torch.dtype | None:
@@ -118,16 +120,17 @@ def big_batch(
         settings=settings,
     )
     why_not_float64 = ""
-    try:
-        in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
-        expected, losses = trained(cast_model(model, torch.float64), in_float64)
-    except BadCase as error:
-        why = error.__cause__
-        if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:
-            raise
-        model, why_not_float64 = build_model(case), it_raised(why)
-        found, losses = trained(model, [in_dtype(batch, None) for batch in batches])
-        expected = {key: None if one is None else one.double() for key, one in found.items()}
+    with draws_noticed() as drew:
+        try:
+            in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
+            expected, losses = trained(cast_model(model, torch.float64), in_float64)
+        except BadCase as error:
+            why = error.__cause__
+            if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:
+                raise
+            model, why_not_float64 = build_model(case), it_raised(why)
+            found, losses = trained(model, [in_dtype(batch, None) for batch in batches])
+            expected = {key: None if one is None else one.double() for key, one in found.items()}
     moved = {name for (_, name), one in expected.items() if one is not None}
     return Reference(
         case=case,
@@ -143,6 +146,7 @@ def big_batch(
         buffers=copied_state(model),
         why_not_float64=why_not_float64,
         settings=settings,
+        draws=training.is_of_the_user or any(drew),
     )
 
 

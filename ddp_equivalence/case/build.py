@@ -20,6 +20,7 @@ from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
+from ddp_equivalence.case.memory import give_back_memory
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.random_state import batch_seed, generator_seed, seeded, step_seed
 from ddp_equivalence.case.shards import OWN, split
@@ -78,6 +79,7 @@ def build_model(case: Case) -> nn.Module:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(_integers(parameter))
+    give_back_memory(sum(parameter.numel() for parameter in parameters.values()))
     return model
 
 

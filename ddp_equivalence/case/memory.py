@@ -20,8 +20,12 @@ def _trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def give_back_memory() -> None:
-    """Return the free memory of this process to the system, and of torch's cache to the GPU."""
+def give_back_memory(elements: int | None = None) -> None:
+    """Return the free memory of this process to the system, and of torch's cache to the GPU.
+    ``elements``: only if so many, of which each has 4 bytes, are worth it.
+    """
+    if elements is not None and 4 * elements < LARGE:
+        return
     trim = _trim()
     if trim is not None:
         trim(0)

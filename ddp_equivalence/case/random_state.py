@@ -61,7 +61,32 @@ def seeded(seed: int) -> Iterator[None]:
             torch.cuda.manual_seed_all(seed)  # replicas of nn.DataParallel draw on other devices
         np.random.seed(seed % 2**32)
         random.seed(seed)
+        if not _noticed:
+            yield
+            return
+        before = _states()
         yield
+        _noticed[-1].append(_states() != before)
+
+
+_noticed: list[list[bool]] = []
+"""One list for each block of ``draws_noticed``."""
+
+
+@contextmanager
+def draws_noticed() -> Iterator[list[bool]]:
+    """Inside the block, each block of ``seeded`` adds to the list whether it has drawn numbers."""
+    _noticed.append([])
+    try:
+        yield _noticed[-1]
+    finally:
+        _noticed.pop()
+
+
+def _states() -> tuple[bytes, ...]:
+    _, numbers, *position = np.random.get_state()
+    others = repr((position, random.getstate())).encode()
+    return torch.get_rng_state().numpy().tobytes(), np.asarray(numbers).tobytes(), others
 
 
 def seed_in_use() -> int:

@@ -152,6 +152,8 @@ class Analysis:
     @cached_property
     def draws(self) -> ReferenceDraws | None:
         """The random numbers that the big batch draws; None if no other can be given to it."""
+        if not (self.sample.is_whole or self._expected.reference.draws):
+            return None  # a large model is not built once more to look for other generators
         try:
             view = self._view_of_step(0) if self._request.compare == "gradients" else None
         except BadCase:  # the batch cannot be built a second time

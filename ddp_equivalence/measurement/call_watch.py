@@ -112,7 +112,7 @@ class CallWatch:
         self._graph = GraphLines()
         kept = self._gradients.parameters
         others = {name: one for name, one in model.named_parameters() if name not in kept}
-        self._weights = WeightWatch(dict(kept), others)
+        self._weights = WeightWatch(kept, others)
         self._weights_are_settled = self._flags_are_settled = self._compare_weights = False
         self._forward_lines: set[CodeLine] = set()
         modules: dict[CodeType, Handler] = {

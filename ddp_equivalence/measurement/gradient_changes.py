@@ -201,6 +201,8 @@ def parts_of(issued: Issued, gradients: Mapping[str, Tensor]) -> tuple[str, ...]
     """The parameters whose gradients hold all elements of what goes into a collective; () if some
     are in none. The elements may have been divided by the number of ranks already.
     """
+    if sum(one.numel() for one in gradients.values()) > MOST_ELEMENTS_SEARCHED:
+        return ()
     found = [thinned(one.detach().reshape(-1), MOST_KEPT) for one in issued.tensors if one.numel()]
     if not found or not all(one.is_floating_point() for one in found):
         return ()
@@ -210,8 +212,6 @@ def parts_of(issued: Issued, gradients: Mapping[str, Tensor]) -> tuple[str, ...]
     if len(wanted) < FEWEST or not bool(wanted.isfinite().all()):
         return ()
     values = {name: value for name, one in gradients.items() if len(value := _values(one))}
-    if sum(map(len, values.values())) > MOST_ELEMENTS_SEARCHED:
-        return ()
     for divisor in {1, len(issued.ranks)}:
         held = {name: _held(divisor * wanted, one, eps) for name, one in values.items()}
         if held and bool(torch.stack([*held.values()]).any(0).all()):

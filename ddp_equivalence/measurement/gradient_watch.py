@@ -380,7 +380,10 @@ class WeightWatch:
         self._flags = self._flags_now()
         elements = sum(one.numel() for one in parameters.values())
         self._compares = elements <= MOST_WEIGHTS
-        self._compared = {**parameters, **_comparable(others or {}, MOST_WEIGHTS - elements)}
+        self._compared: dict[str, nn.Parameter] = {}
+        if self._compares:  # of a large model only the shards stay that take their places
+            room = MOST_WEIGHTS - elements
+            self._compared = {**parameters, **_comparable(others or {}, room)}
         self._versions = self._versions_now()
         self._digests = self._digests_now() if self._compares else {}
         self._first = self._digests

@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.memory import give_back_memory
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.training import Compare, GradientKey, Steps, Training
 from ddp_equivalence.comparison.chunks import RawChunk
@@ -341,6 +342,7 @@ def observe(
         return SecondRun(why_not=ONE_LOOK)
     if ranks.broken:
         return SecondRun(needs_fresh_ranks=True)
+    give_back_memory(sum(sample.sizes.values()))  # which the ranks need now
     try:
         ranks.submit(message_for(request, sample, log_draws=log_draws))
         return SecondRun(_observations(ranks, deadline))

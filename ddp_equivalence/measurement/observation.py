@@ -126,16 +126,16 @@ class Observation:
 
     ``frozen``: the parameters that required no gradient after the last step. ``buffers``: a digest
     of the model's buffers after the last step. ``gradients``: a digest of every gradient that a
-    step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
-    that the rank issued; None if torch has no flight recorder. ``equal_examples``: groups of
-    examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
-    gradients, in their order, with their lines. ``lines_run``: the steps and the lines of the
-    user's code that ran, each once, in the order of their first run, without those of the forward
-    pass. ``trace``: values on the way. ``own_backwards``: the user's own backward methods that ran.
-    ``draws``: the random numbers that were drawn, if they were recorded, and ``left`` the sampled
-    elements of the gradients that the first step left then. ``draws`` is None without a record.
-    ``parts``: parameter -> which of the sampled elements of its gradient the rank has, as packed
-    numbers; only of sharded ones.
+    step left; {} of a large model. ``clipped``: the norms that torch was told to clip gradients to.
+    ``collectives``: all that the rank issued; None if torch has no flight recorder.
+    ``equal_examples``: groups of examples of the big batch that are equal in every tensor.
+    ``calls``: those that matter for the gradients, in their order, with their lines.
+    ``lines_run``: the steps and the lines of the user's code that ran, each once, in the order of
+    their first run, without those of the forward pass. ``trace``: values on the way.
+    ``own_backwards``: the user's own backward methods that ran. ``draws``: the random numbers that
+    were drawn, if they were recorded, and ``left`` the sampled elements of the gradients that the
+    first step left then. ``draws`` is None without a record. ``parts``: parameter -> which of the
+    sampled elements of its gradient the rank has, as packed numbers; only of sharded ones.
     """
 
     forwards: tuple[Forward, ...]

@@ -160,7 +160,9 @@ class Observer:
                 if not parameter.requires_grad
             ),
             buffers=digest(dict(self._model.named_buffers())),
-            gradients={key: digest({key[1]: gradient}) for key, gradient in gradients.items()},
+            gradients={key: digest({key[1]: gradient}) for key, gradient in gradients.items()}
+            if self._sample.is_whole
+            else {},
             clipped=tuple(self._clipped),
             collectives=collectives,
             equal_examples=self._lookup.equal_examples(),

@@ -106,6 +106,8 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
     del model, names
     yield evidence
     if work.observe or work.look_for_float32 or work.log_operations:
+        del gradients, evidence
+        give_back_memory(sum(map(prod, shapes.values())))
         return
     # Tensors that are not parameters of the model are never compared. They may be huge, so only
     # their description is sent, with the evidence.
@@ -133,6 +135,13 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
 def compares_here(work: Work, shapes: Mapping[str, torch.Size]) -> bool:
     """True if a rank compares the gradients of parameters of these shapes itself."""
     return bool(work.truth) and sum(map(prod, shapes.values())) >= work.compared_from
+
+
+def _may_stay_sharded(work: Work, shapes: Mapping[str, torch.Size]) -> bool:
+    """True if nobody needs whole gradients: they are compared here, or the run is only watched."""
+    if work.observe is not None and not work.log_draws:
+        return not work.observe.is_whole
+    return compares_here(work, shapes)
 
 
 def _run_step(
@@ -393,7 +402,7 @@ class RunOfStep:
             weights = held.digest() if len(given) > 1 else ""
             returned = self._one_step(step, shard, number)
             if work.compare == "gradients":
-                stay = len(given) == 1 and compares_here(work, held.shapes)
+                stay = len(given) == 1 and _may_stay_sharded(work, held.shapes)
                 by_name = held.gradients(sharded=stay) if returned is None else returned
                 # DDP's bucket views put the gradients of the next step into the same memory.
                 left = self._races.as_left(by_name, keep=len(given) > 1)

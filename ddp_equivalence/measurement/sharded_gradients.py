@@ -138,8 +138,7 @@ class GradientsHere:
         """The gradient, or the part of it that is on this rank, as it is in memory."""
         gradient: Any = self._owner(name)
         if gradient is not None and is_sharded(gradient):
-            with torch.no_grad():
-                gradient = gradient.to_local()
+            gradient = gradient._local_tensor  # to_local would be watched as a call of the step
         found: Tensor | None = gradient
         return found
 

@@ -25,7 +25,7 @@ from ddp_equivalence.checking import large_models
 from ddp_equivalence.checking.large_models import BigBatch
 from ddp_equivalence.comparison import comparison, rounding
 from ddp_equivalence.comparison.shared import NO_ROOM, READY, SharedGradients
-from ddp_equivalence.diagnosis import shares
+from ddp_equivalence.diagnosis import draws, shares
 from ddp_equivalence.measurement import measure
 from ddp_equivalence.measurement.request import read_request
 from ddp_equivalence.report.evidence import BY_THE_RANKS
@@ -319,3 +319,32 @@ def test_without_room_for_both_the_big_batch_comes_before_the_ranks(
         assert big_batch.expected().reference.expected.keys() == {
             (0, name) for name, _ in build().named_parameters()
         }
+
+
+def noisy(model: Any, batch: Batch) -> Any:
+    given = batch["rows"]
+    return model(given + 0.1 * torch.randn_like(given)).square().mean()
+
+
+@pytest.mark.parametrize(("of_the_case", "is_built_for_draws"), [(loss, False), (noisy, True)])
+def test_a_large_model_is_built_again_for_its_draws_only_if_it_has_drawn(
+    of_the_case: Any, is_built_for_draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[object] = []
+
+    def count(setting: Any, examples: int) -> Any:
+        drawn.append(examples)
+        return whole(setting, examples)
+
+    whole = draws._drawn
+    monkeypatch.setattr(draws, "_drawn", count)
+    monkeypatch.setattr(shares, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(shares, "MAX_SELECTED", 160)
+
+    def tripled(model: Any, shard: Batch, rank: Rank) -> None:
+        (3 * of_the_case(DistributedDataParallel(model), shard)).backward()
+
+    with settings.using(settings.replaced(compared_by_ranks=True, trial_seconds=0.0)):
+        verdict = check(Case(model=build, batch=rows, loss=of_the_case, layout="1x2"), tripled)
+    assert verdict.outcome == "different", verdict
+    assert bool(drawn) is is_built_for_draws

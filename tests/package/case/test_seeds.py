@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from ddp_equivalence import Case
 from ddp_equivalence.case.build import build_batches, build_model
-from ddp_equivalence.case.random_state import batch_seed, generator_seed, step_seed
+from ddp_equivalence.case.random_state import (
+    batch_seed,
+    draws_noticed,
+    generator_seed,
+    seeded,
+    step_seed,
+)
 from tests.package.own_cases import own_case
 
 SEEDS = (0, 1, 2**31, 2**32 - 1, 2**62 - 1)
@@ -60,3 +66,24 @@ def test_the_seeds_of_a_case_differ_also_modulo_2_to_the_32(seed: int) -> None:
     seeds = [seed, batch_seed(seed), generator_seed(seed), *steps]
     assert len({one % 2**32 for one in seeds}) == len(seeds)
     assert max(seeds) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("draw", "noticed"),
+    [
+        (lambda: torch.rand(1), True),
+        (lambda: np.random.uniform(), True),
+        (random.random, True),
+        (lambda: torch.ones(1), False),
+        (lambda: torch.rand(1, generator=torch.Generator()), False),
+    ],
+)
+def test_numbers_that_are_drawn_after_a_seed_are_noticed(draw: Any, noticed: bool) -> None:
+    with draws_noticed() as inside:
+        with seeded(3):
+            draw()
+        with seeded(3):
+            pass
+    with seeded(3):
+        random.random()
+    assert inside == [noticed, False]

@@ -124,7 +124,7 @@ def test_edits_are_tried_for_so_many_seconds_only(monkeypatch: pytest.MonkeyPatc
         took = time.monotonic() - began
         if found.count:  # on a busy machine it may take seconds to start the ranks
             break
-    assert 0 < found.count < 50 * seconds
+    assert 0 < found.count < found.of
     assert found.of == 1000
     assert took < seconds + 16  # it ends at once; starting ranks may take a while
 
