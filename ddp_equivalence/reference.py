@@ -30,7 +30,8 @@ from ddp_equivalence.case.build import (
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.case.random_state import draws_noticed, seeded, step_seed
+from ddp_equivalence.case.parts import Parts, Pass
+from ddp_equivalence.case.random_state import draws_noticed, step_seed
 from ddp_equivalence.case.training import (
     AtSteps,
     Compare,
@@ -59,7 +60,8 @@ class Reference:
     model hold afterwards, and the tensors that its modules keep. ``why_not_float64``: what the loss
     raised in float64, if the big batch was therefore computed in the precision of the case.
     ``settings``: with which optimizers step each parameter. ``draws``: False if it has drawn no
-    random numbers, but perhaps from a generator of its own.
+    random numbers, but perhaps from a generator of its own. ``parts``: in how many the big batch
+    was computed.
     """
 
     case: Case
@@ -76,6 +78,7 @@ class Reference:
     why_not_float64: str = ""
     settings: dict[GradientKey, Settings] = field(default_factory=dict)
     draws: bool = True
+    parts: Parts = field(default_factory=Parts.whole)
 
     @property
     def computed_in(self) -> torch.dtype | None:
@@ -119,16 +122,16 @@ def big_batch(
         after_clipping=after_clipping,
         settings=settings,
     )
-    why_not_float64 = ""
+    why_not_float64, parts = "", Parts(case.batch_dims)
     with draws_noticed() as drew:
         try:
             in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
-            expected, losses = trained(cast_model(model, torch.float64), in_float64)
+            expected, losses = trained(cast_model(model, torch.float64), in_float64, parts=parts)
         except BadCase as error:
             why = error.__cause__
             if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:
                 raise
-            model, why_not_float64 = build_model(case), it_raised(why)
+            model, why_not_float64, parts = build_model(case), it_raised(why), Parts.whole()
             found, losses = trained(model, [in_dtype(batch, None) for batch in batches])
             expected = {key: None if one is None else one.double() for key, one in found.items()}
     moved = {name for (_, name), one in expected.items() if one is not None}
@@ -147,6 +150,7 @@ def big_batch(
         why_not_float64=why_not_float64,
         settings=settings,
         draws=training.is_of_the_user or any(drew),
+        parts=parts,
     )
 
 
@@ -160,6 +164,7 @@ def train(
     at_each_step: bool = False,
     after_clipping: bool = False,
     settings: dict[GradientKey, Settings] | None = None,
+    parts: Parts | None = None,
 ) -> tuple[dict[GradientKey, Tensor | None], list[float]]:
     """Run forward and backward once for each big batch, with an optimizer's step between two.
 
@@ -167,6 +172,7 @@ def train(
     moved the weights) and the loss of every step. ``at_each_step``: the weights are compared after
     each step. ``after_clipping``: the gradients are those that the optimizer steps with. If
     ``loss`` is None, the case's own is used. ``settings`` get those with which optimizers step.
+    ``parts``: in how many a batch is computed; without them it is one.
     """
     if training.is_of_the_user:
         keep = compare == "gradients"
@@ -179,12 +185,13 @@ def train(
     steppers = training.steppers(model)
     found: dict[GradientKey, Tensor | None] = {}
     losses: list[float] = []
+    parts = parts or Parts.whole()
     for step, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
-        with seeded(step_seed(case, step)), without_process_group():
-            value = _forward(case, loss or loss_of_the_case(case), model, batch)
-            losses.append(value.item())
-            _backward(case, value)
+        forward = partial(_forward, case, loss or loss_of_the_case(case), model)
+        of_batch = Pass(model, step_seed(case, step), forward, partial(_backward, case))
+        with without_process_group():
+            losses.append(parts.run(of_batch, batch))
         if compare == "gradients" and not after_clipping:
             found |= {(step, name): _kept(p.grad, training) for name, p in model.named_parameters()}
         if compare == "update" or step + 1 < len(batches) or after_clipping:
@@ -242,7 +249,7 @@ def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
         raise BadCase("loss", name, f"{SCALAR}, not {type(value).__name__}")
     if value.ndim != 0:
         raise BadCase("loss", name, f"{SCALAR}, not one of shape {tuple(value.shape)}")
-    if not value.requires_grad:
+    if torch.is_grad_enabled() and not value.requires_grad:
         right = f"{SCALAR} with a graph; this one requires no gradient (detach or no_grad?)"
         raise BadCase("loss", name, right)
     return value

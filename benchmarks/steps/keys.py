@@ -2,7 +2,7 @@
 
 ``known`` are 240 steps with which rules were made, by authors who knew none of the causes, and
 ``opened`` newer ones, which were read after they had been counted once. Each folder of
-benchmarks/unseen_steps is a set that who writes rules does not read. ``right_sharded`` are fifty
+benchmarks/unseen_steps is a set that who writes rules does not read. ``right_sharded`` are sixty
 right programs by the authors of those steps of ``opened`` whose names begin with s.
 """
 

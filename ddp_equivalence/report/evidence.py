@@ -75,6 +75,12 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
             f"{len(parameters)} parameters ({comparison.elements} elements) compared on {ranks} "
             f"{plural(ranks, 'rank')}{BY_THE_RANKS if comparison.by_the_ranks else ''}"
         )
+        if verdict.parts > 1:
+            yield (
+                f"the big batch was computed in {verdict.parts} parts, because its forward pass "
+                "did not fit into memory; they have the loss of the whole, and two examples have "
+                "the gradient of both together"
+            )
         rounding = [one.name for one in parameters if one.limit.only_rounding and one.norm]
         if rounding:
             names = listed(rounding, MOST_NAMES)

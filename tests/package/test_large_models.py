@@ -310,7 +310,7 @@ def test_without_room_for_both_the_big_batch_comes_before_the_ranks(
     available: int, comes_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(large_models, "COMPARED_BY_RANKS", 111)
-    memory = type("Memory", (), {"available": available})
+    memory = type("Memory", (), {"available": available, "total": 10**12})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     request = read_request(Case(model=build, batch=rows, loss=loss, layout="1x2"), ddp, {})
     big_batch = BigBatch(request)

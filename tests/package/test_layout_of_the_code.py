@@ -13,27 +13,27 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 365,
+    "": 372,
     "adapters": 317,
-    "case": 3_367,
-    "checking": 1_387,
+    "case": 3_576,
+    "checking": 1_389,
     "commands": 6_256,
-    "comparison": 2_314,
-    "diagnosis": 22_484,
+    "comparison": 2_317,
+    "diagnosis": 22_547,
     "faults": 2_352,
     "gate": 1_971,
     "measurement": 8_727,
     "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
     "ranks": 7_804,
-    "report": 5_213,
+    "report": 5_220,
     "strategies": 2_046,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.
 """
 
-MOST_FILES = 314
+MOST_FILES = 315
 MOST_LINES_OF_A_FILE = 820
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_ROOT_ENTRIES = 15

@@ -1,4 +1,4 @@
-"""Forty right programs whose models are sharded, by four authors who knew no rule of this package.
+"""Sixty right programs whose models are sharded, by eight authors who knew no rule of this package.
 
 They use FSDP2 and its hybrid form, FSDP1, replicate, ZeRO, tensor parallelism and DTensors by hand,
 with accumulation, checkpointing, compilation, clipping, tied and uneven weights.

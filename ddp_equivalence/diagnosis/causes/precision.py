@@ -46,14 +46,31 @@ def _every_scale(view: View) -> Sequence[WrongFactor]:
     """Every loss scale, and the inverse of every loss scale, unless the loss was scaled."""
     loss_factor = common_loss_factor(view) if view.observed.by_rank else None
     was_scaled = loss_factor is not None and loss_factor >= 2.0**SMALLEST_SCALE_POWER
+    began_with = _times_at_first(view)
     factors = []
     for power in range(SMALLEST_SCALE_POWER, LARGEST_SCALE_POWER + 1):
         scale = 2**power
         factors.append(WrongFactor(scale, f"a loss scale of {scale}"))
-        if not was_scaled:
+        if not was_scaled and began_with < scale * (1 - LOSS_ROUNDING):
             detail = f"divided by {scale}, but never multiplied by it"
             factors.append(WrongFactor(1 / scale, detail))
     return factors
+
+
+def _times_at_first(view: View) -> float:
+    """How many times as large as they should be the ranks' mean gradients were after backward; 0 if
+    that is not known.
+    """
+    computed = [
+        call.gradient
+        for rank in view.observed.by_rank
+        for call in view.observed.backwards(rank)
+        if call.gradient is not None
+    ]
+    norm = float(view.expected.norm())
+    if not computed or not norm or any(len(one) != len(view.expected) for one in computed):
+        return 0.0
+    return float(torch.stack(computed).sum(0).norm()) / view.world_size / norm
 
 
 def _losses_scaled(view: View) -> Indication | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.behind import lines_behind
 from ddp_equivalence.diagnosis.lines.of_data import lines_of_reading, lines_that_deal_to_all
+from ddp_equivalence.diagnosis.lines.of_reduction import lines_that_set_groups
 from ddp_equivalence.diagnosis.lines.source import run_lines
-from ddp_equivalence.diagnosis.reduced import unequal_copies
+from ddp_equivalence.diagnosis.reduced import groups_text, unequal_copies
 from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.pieces import rows_by_rank
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
+from ddp_equivalence.measurement.calls import Call, Kind
 
 MOST_SHOWN = 3
 
@@ -65,6 +68,29 @@ def fault_of_unequal_copies(view: View) -> Whereabouts | None:
 
 def _lines_of_examples(view: View, ranks: Sequence[int]) -> list[PointedLine]:
     """The lines that give these ranks their examples, and what those lines read."""
+    gathering = _lines_of_gathering(view, ranks)
+    if gathering:
+        return gathering
     reading = lines_of_reading(view, lines_that_deal_to_all(view), ranks)
     run = run_lines(view, ranks[0])
     return [*reading, *lines_behind(run, reading[0].line, 2)] if len(reading) == 1 else reading
+
+
+def _lines_of_gathering(view: View, ranks: Sequence[int]) -> list[PointedLine]:
+    """The line that chose the group in which a rank of these gathers examples without the others,
+    and the call that gathers them.
+    """
+    for place in view.observed.calls.places(Kind.COLLECTIVE, where=_gathers):
+        together = any({*ranks} <= {*group} for group in place.groups)
+        chosen = [] if together else lines_that_set_groups(view, [place])
+        if chosen:
+            return [
+                replace(chosen[0], is_fault=True),
+                place.pointed(f"gathers examples in {groups_text(place.groups)}"),
+            ]
+    return []
+
+
+def _gathers(call: Call) -> bool:
+    one = call.collective
+    return one is not None and not call.in_backward and one.op.startswith("all_gather")

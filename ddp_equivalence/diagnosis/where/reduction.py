@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isclose
@@ -638,9 +638,21 @@ class _Search:
         for line, by_rank in factors.items():
             if len(each := _by_number(by_rank)) > 1:
                 note = f"multiplies by {self._numbers_of(each)}"
-                found += [PointedLine(line, note, is_fault=True)]
-                found += lines_of_divisor(self.view, self.path.rank, line)
+                shared = self._agreed_in_groups(each.values())
+                found += [PointedLine(line, note, is_fault=not shared), *shared]
+                found += [] if shared else lines_of_divisor(self.view, self.path.rank, line)
         return found
+
+    def _agreed_in_groups(self, alike: Collection[Sequence[int]]) -> list[PointedLine]:
+        """The sum of other numbers than gradients over just these groups of ranks, in which a
+        factor is alike.
+        """
+        groups = {tuple(sorted(one)) for one in alike}
+        if max(map(len, groups)) == 1:
+            return []
+        sums = self.view.observed.calls.places(Kind.COLLECTIVE, where=_adds_other_numbers)
+        note = "adds up in " + groups_text(tuple(sorted(groups))) + " only"
+        return [one.pointed(note, True) for one in sums if set(one.groups) == groups][-1:]
 
     def _numbers_of(self, ranks: Mapping[float, Sequence[int]], unit: float = 1.0) -> str:
         size = self.view.world_size
@@ -705,6 +717,14 @@ class _Search:
                 if line_of(one.call) not in theirs
             ),
         ]
+
+
+def _adds_other_numbers(call: Call) -> bool:
+    """True for a sum over ranks of something that is no gradient, between the passes."""
+    one = call.collective
+    of_gradients = (Contents.GRADIENTS, Contents.COPIES_OF_GRADIENTS)
+    adds = one is not None and one.op.startswith("all_reduce")
+    return adds and not (call.in_backward or (one and one.contents in of_gradients))
 
 
 def _by_number(numbers: Iterable[tuple[int, float | None]]) -> dict[float, list[int]]:
