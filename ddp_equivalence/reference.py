@@ -86,6 +86,11 @@ class Reference:
         return None if self.why_not_float64 else torch.float64
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """How many examples each step had, and in how many parts they were computed."""
+        return {"examples": self.examples, "parts": self.parts.count}
+
+    @property
     def lowest_dtype(self) -> torch.dtype:
         """The least precise dtype among the trained parameters."""
         return max(self.dtypes.values(), key=lambda dtype: torch.finfo(dtype).eps)
@@ -125,8 +130,8 @@ def big_batch(
     why_not_float64, parts = "", Parts(case.batch_dims)
     with draws_noticed() as drew:
         try:
-            in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
-            expected, losses = trained(cast_model(model, torch.float64), in_float64, parts=parts)
+            doubles = [in_dtype(batch, torch.float64) for batch in batches]
+            expected, losses = trained(cast_model(model, torch.float64), doubles, parts=parts)
         except BadCase as error:
             why = error.__cause__
             if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:

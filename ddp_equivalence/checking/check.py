@@ -147,9 +147,7 @@ def _judge(request: Request) -> Verdict:
             began = time.time()
             expected, analysis = _computed(request, big_batch)
             why_unknown = vacuity.against_the_reference(expected.reference)
-            reference = expected.reference
-            sizes, parts = reference.examples, reference.parts.count
-            known = partial(known, examples=sizes, parts=parts, analysis=analysis)
+            known = partial(known, **expected.reference.sizes, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             state = state_that_matters(expected, measurement)
             if state or not (measurement.outdated or measurement.comparison.same):

@@ -13,10 +13,10 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 372,
+    "": 377,
     "adapters": 317,
     "case": 3_576,
-    "checking": 1_389,
+    "checking": 1_387,
     "commands": 6_256,
     "comparison": 2_317,
     "diagnosis": 22_547,
