@@ -106,8 +106,7 @@ def big_batch(
     after_clipping: bool = False,
     model: nn.Module | None = None,
 ) -> Reference:
-    """Compute the reference of a case. ``whole_batch``, ``model``: its own, if they have been built
-    already.
+    """Compute the reference of a case. ``whole_batch``, ``model``: its own, if built already.
 
     Raises BadCase whenever the case's model, batch or loss is at fault.
     """
