@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddp_equivalence.case.batch import BatchDims, count_examples, take
 from ddp_equivalence.case.build import copied_state, put_state
@@ -165,7 +165,7 @@ def _watched(model: nn.Module) -> Iterator[None]:
     least, before = gradients + KEPT_FREE * machine.total, machine.available
     asked, last, most = time.monotonic(), before, 0
 
-    def look(*_: object) -> None:
+    def look() -> None:
         nonlocal asked, last, most
         now = time.monotonic()
         if now - asked < ASKED_EVERY or not torch.is_grad_enabled():
@@ -176,11 +176,16 @@ def _watched(model: nn.Module) -> Iterator[None]:
         if available - 2 * most < least and before - available > KEPT_FREE * machine.total:
             raise DoesNotFit
 
-    hook = register_module_forward_pre_hook(look)
-    try:
+    call = nn.Module.__call__
+
+    def looking(module: nn.Module, /, *arguments: Any, **named: Any) -> Any:
+        if not (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None):
+            look()
+        return call(module, *arguments, **named)
+
+    # With a hook for all modules torch.compile warns, and compiles models in another way.
+    with patch.object(nn.Module, "__call__", looking):
         yield
-    finally:
-        hook.remove()
 
 
 def _forget(model: nn.Module, state: Mapping[str, Tensor]) -> None:

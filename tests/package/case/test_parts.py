@@ -153,3 +153,21 @@ def test_what_other_processes_take_ends_no_forward_pass(monkeypatch: pytest.Monk
     monkeypatch.setattr(parts, "ASKED_EVERY", 0.0)
     case = Case(model=plain, batch=batch, loss=mean, layout="1x2")
     assert big_batch(case).parts.count == 1
+
+
+@pytest.mark.parametrize("how", ["compiled", "scripted", "functional"])
+def test_a_model_that_is_compiled_or_called_by_a_transform_is_watched_without_a_word(
+    how: str, room: Callable[[int], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    def of(model: Any, batch: Batch) -> Any:
+        if how == "compiled":
+            return mean(torch.compile(model.layers, backend="eager", fullgraph=True), batch)
+        if how == "scripted":
+            return mean(torch.jit.script(model.layers), batch)
+        weights = dict(model.named_parameters())
+        return mean(lambda rows: torch.func.functional_call(model, weights, (rows,)), batch)
+
+    room(8)
+    found = big_batch(Case(model=plain, batch=batch, loss=of, layout="1x2"))
+    assert found.parts.count == 1
+    assert not [one for one in recwarn if "hook" in str(one.message)]
