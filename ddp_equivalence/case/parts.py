@@ -199,15 +199,6 @@ def _is_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     return now.keys() == state.keys() and all(torch.equal(now[name], state[name]) for name in now)
 
 
-def _gradients(model: nn.Module, run: Callable[[], object]) -> Tensor:
-    """Sampled elements of the gradients that this leaves, shape (elements,)."""
-    model.zero_grad(set_to_none=True)
-    run()
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    every = 1 + sum(one.numel() for one in found) // MOST_COMPARED
-    return torch.cat([one.to_dense().reshape(-1)[::every].clone() for one in found])
-
-
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 376,
     "adapters": 317,
-    "case": 3_581,
+    "case": 3_572,
     "checking": 1_387,
     "commands": 6_256,
     "comparison": 2_317,
