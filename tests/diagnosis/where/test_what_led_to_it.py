@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -187,6 +192,69 @@ def with_the_mean(model: nn.Module, batch: Batch) -> Any:
     return F.mse_loss(outputs, batch["targets"]) + outputs.mean(0).square().sum()
 
 
+def of_large(targets: Any) -> Any:
+    return (targets > 0.2).sum()
+
+
+def count_of_some_ranks(model: Any, batch: Batch, rank: Rank) -> None:
+    """Gradients are added up over all ranks, and divided by what a group has counted."""
+    group = dist.new_subgroups(2)[0]
+    rows, targets = batch["rows"], batch["targets"]
+    count = of_large(targets)
+    (F.mse_loss(model(rows), targets, reduction="none") * (targets > 0.2)).sum().backward()
+    dist.all_reduce(count, group=group)  # fault
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= count
+
+
+class Halved(Sharded):
+    """Two ranks can share its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 5)])
+
+    def encode(self, rows: Tensor) -> Any:
+        return self.layers[1](torch.tanh(self.layers[0](rows)))
+
+
+def gathered(values: Tensor, mesh: Any) -> Tensor:
+    parts = [torch.empty_like(values) for _ in range(mesh.size())]
+    dist.all_gather(parts, values.contiguous(), group=mesh.get_group())
+    return torch.cat(parts)
+
+
+def gathers_in_the_other_dimension(model: Any, batch: Batch, rank: Rank) -> Any:
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("data", "model"))
+    split = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    parallelize_module(model, mesh["model"], split)
+    fully_shard(model, mesh=mesh["data"])
+    read = {name: gathered(values, mesh["data"]) for name, values in batch.items()}  # fault
+    loss(model, read).backward()
+
+
+def clips_before_it_unscales(model: Any, batch: Batch, rank: Rank) -> None:
+    fully_shard(model)
+    (loss(model, batch) * 256).backward()
+    norm: Any = nn.utils.get_total_norm([one.grad for one in model.parameters()])
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.01 / norm.full_tensor().item())
+    for parameter in model.parameters():
+        parameter.grad.mul_(1 / 256)  # fault
+
+
+def clipped(model: Any, batch: Batch) -> Any:
+    value = loss(model, batch)
+    gradients = torch.autograd.grad(value, tuple(model.parameters()), retain_graph=True)
+    return value * (0.01 / torch.stack([one.norm() for one in gradients]).norm()).detach()
+
+
+def of_large_only(model: Any, batch: Batch) -> Any:
+    chosen = batch["targets"] > 0.2
+    return ((model(batch["rows"]) - batch["targets"]).square() * chosen).sum() / chosen.sum()
+
+
 @pytest.mark.parametrize(
     ("step", "cause", "of", "options"),
     [
@@ -208,6 +276,9 @@ def with_the_mean(model: nn.Module, batch: Batch) -> Any:
         (ignores_the_head, "ignored_parameter", case(model=Sharded), {}),
         (averages_what_is_whole, "averaged_twice", case(), {}),
         (calls_a_method, "raw_module_called", case(model=Sharded), {}),
+        (count_of_some_ranks, "", case("2x2", loss=of_large_only, seed=1), {}),
+        (gathers_in_the_other_dimension, "", case("2x2", model=Halved), {}),
+        (clips_before_it_unscales, "", case(loss=clipped), {}),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
