@@ -126,7 +126,7 @@ def big_batch(
         after_clipping=after_clipping,
         settings=settings,
     )
-    why_not_float64, parts = "", Parts(case.batch_dims)
+    why_not_float64, parts = "", Parts(case.batch_dims) if len(batches) == 1 else Parts.whole()
     with draws_noticed() as drew:
         try:
             doubles = [in_dtype(batch, torch.float64) for batch in batches]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from ddp_equivalence.case.random_state import seeded
 # numbers of examples, and that of a sum is their sum. No loss says which it is, or whether it is
 # either: it may divide by a count of tokens, or compare examples with each other. So two examples
 # are computed together and one by one, and the loss of the parts is compared with that of the whole
-# batch, which needs little memory without a backward pass.
+# batch, which needs little memory without a backward pass, for these weights and for two others.
 
 ASKED_EVERY = 0.05
 """Seconds from one look at the memory to the next."""
@@ -34,6 +35,20 @@ SAME = 1e-9
 
 MOST_COMPARED = 1_000_000
 """Of larger gradients so many elements are compared, at equal distances."""
+
+
+BESIDE = 2
+"""In so many places beside the weights the parts must have the loss of the whole."""
+
+MOST_MOVED = 10_000
+"""About so many elements of each weight are moved for this."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+CONTAINERS = (list, tuple, set, dict)
+
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""What every module holds."""
 
 
 class DoesNotFit(BaseException):
@@ -83,24 +98,22 @@ class Parts:
 
     def _first(self, one: Pass, batch: Any) -> float | None:
         """The loss, once the batch fits into memory; None if it must be computed as a whole."""
-        try:
-            examples = count_examples(batch, self._dims)
-        except ValueError:  # a function deals a batch into which nobody else can see
+        if callable(self._dims):  # nobody else can see into the batch
             return None
-        state = copied_state(one.model)
+        state, examples = State(one.model), count_examples(batch, self._dims)
         while True:
             try:
                 with _watched(one.model) if self.count < examples else nullcontext():
                     loss = self._run(one, batch)
             except DoesNotFit:
-                _forget(one.model, state)
+                state.put_back()
                 if self.count == 1 and not self._may_split(one, batch, state):
                     return None
                 self.count = min(2 * self.count, examples)
                 continue
             if self.count == 1 or self._is_whole(loss, one, batch, state):
                 return loss
-            _forget(one.model, state)
+            state.put_back()
             return None
 
     def _run(self, one: Pass, batch: Any) -> float:
@@ -121,7 +134,7 @@ class Parts:
                 one.backward(value)
         return loss
 
-    def _may_split(self, one: Pass, batch: Any, state: Mapping[str, Tensor]) -> bool:
+    def _may_split(self, one: Pass, batch: Any, state: State) -> bool:
         """True if the gradient of two examples is the mean, or the sum, of that of each."""
         if count_examples(batch, self._dims) < 2:
             return False
@@ -131,13 +144,13 @@ class Parts:
             self.count = 2
             for self._adds_up in (False, True):
                 if _is_same(self._gradients(one, two), together):
-                    return _is_state(one.model, state)
+                    return state.is_unchanged
             return False
         except Exception:  # one example may be too few for the loss
             return False
         finally:
             self.count = 1
-            _forget(one.model, state)
+            state.put_back()
 
     def _gradients(self, one: Pass, batch: Any) -> Tensor:
         """Sampled elements of the gradients of a batch, shape (elements,)."""
@@ -147,12 +160,86 @@ class Parts:
         distance = 1 + sum(each.numel() for each in found) // MOST_COMPARED
         return torch.cat([each.to_dense().reshape(-1)[::distance].clone() for each in found])
 
-    def _is_whole(self, loss: float, one: Pass, batch: Any, state: Mapping[str, Tensor]) -> bool:
-        """True if the whole batch has this loss, and the model the state from before."""
-        with suppress(Exception), torch.no_grad(), seeded(one.seed):
-            whole = one.forward(batch).detach()
-            return _is_same(whole.new_tensor(loss), whole) and _is_state(one.model, state)
+    def _is_whole(self, loss: float, one: Pass, batch: Any, state: State) -> bool:
+        """True if the whole batch has this loss, as well as the parts and the whole have the same
+        with weights a little beside these, and the model the state from before: in one place
+        another weight for each example may give the same loss.
+        """
+        with suppress(Exception), torch.no_grad():
+            if not _is_near(loss, self._loss(one, batch, 1)):
+                return False
+            for seed in range(BESIDE):
+                with _moved(one.model, seed):
+                    found, whole = (self._loss(one, batch, count) for count in (self.count, 1))
+                if not _is_near(found, whole):
+                    return False
+            return state.is_unchanged
         return False
+
+    def _loss(self, one: Pass, batch: Any, count: int) -> float:
+        """The loss of a batch in so many parts, without a backward pass."""
+        parts = Parts(self._dims)
+        parts.count, parts._adds_up = count, self._adds_up
+        return parts._run(one._replace(backward=lambda value: None), batch)
+
+
+class State:
+    """What a model holds beside its weights: tensors, and plain attributes of its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors, self._attributes = copied_state(model), _attributes(model)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if the model holds the same as at first."""
+        now, before = copied_state(self._model), self._tensors
+        return (
+            _attributes(self._model) == self._attributes
+            and now.keys() == before.keys()
+            and all(torch.equal(now[name], before[name]) for name in now)
+        )
+
+    def put_back(self) -> None:
+        """Let go of the gradients, and give the model what it held at first."""
+        self._model.zero_grad(set_to_none=True)
+        put_state(self._model, self._tensors)
+        modules = dict(self._model.named_modules())
+        for path, values in self._attributes.items():
+            modules[path].__dict__.update(copy.deepcopy(values))
+        give_back_memory()
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
+    return {
+        path: {
+            name: copy.deepcopy(one)
+            for name, one in vars(module).items()
+            if name not in OF_TORCH
+            if type(one) in PLAIN or (type(one) in CONTAINERS and _is_plain(one))
+        }
+        for path, module in model.named_modules()
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    return all(type(one) in PLAIN for one in items)
+
+
+@contextmanager
+def _moved(model: nn.Module, seed: int) -> Iterator[None]:
+    """Inside the block some elements of each weight are a little beside what they are."""
+    generator, before = torch.Generator().manual_seed(seed), list[tuple[Tensor, Tensor]]()
+    for weight in model.parameters():
+        flat = weight.detach().view(-1)[:: 1 + weight.numel() // MOST_MOVED]
+        before.append((flat, flat.clone()))
+        flat += 0.1 * torch.randn(flat.shape, generator=generator, dtype=flat.dtype)
+    try:
+        yield
+    finally:
+        for flat, values in before:
+            flat.copy_(values)
 
 
 @contextmanager
@@ -188,18 +275,11 @@ def _watched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _forget(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    model.zero_grad(set_to_none=True)
-    put_state(model, state)
-    give_back_memory()
-
-
-def _is_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    now = copied_state(model)
-    return now.keys() == state.keys() and all(torch.equal(now[name], state[name]) for name in now)
-
-
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return float((one - other).norm()) <= SAME * float(other.norm())
+
+
+def _is_near(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME * abs(other)

@@ -79,8 +79,9 @@ class BigBatch:
     def tell_ranks(self, expected: Expected, sample: ElementSample[GradientKey]) -> None:
         """Let the ranks read the gradients, if they are to compare theirs."""
         if self._shared is not None:
-            reference = expected.reference
-            self._shared.put(reference.expected, sample, reference.lowest_dtype)
+            reference, exact = expected.reference, torch.float64
+            dtype = exact if exact in reference.dtypes.values() else reference.lowest_dtype
+            self._shared.put(reference.expected, sample, dtype)
 
     def _computed(self) -> Expected:
         model, self._model = self._model, None  # which frees its memory, once it is not needed

@@ -39,8 +39,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--all",
         action="store_true",
         help="run all tests. By default, run only a selection in which every pair of strategy, "
-        "layout, model, loss, shards, type, cause and lane occurs that the suite has (pairwise). "
-        "Tests that are named, such as by -k, all run",
+        "layout, model, loss, shards, type, cause and lane occurs that the suite has (pairwise), "
+        "and less of strategies that keep the rule of another. Tests that are named, such as by "
+        "-k, all run",
     )
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"

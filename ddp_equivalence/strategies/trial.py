@@ -41,10 +41,17 @@ class Trial:
 
     @property
     def factors(self) -> dict[str, object]:
-        """The values that a trial is made of: a pairwise selection has every pair of them."""
+        """The values that a trial is made of: a pairwise selection has every pair of them.
+
+        Of a strategy that keeps the rule of another, only those that show this: the other one is
+        tried with every pair.
+        """
         case = self.case
+        kept = {"strategy": self.strategy, "compare": self.compare, "cause": self.cause}
+        if STRATEGIES[self.strategy].has_the_rule_of:
+            return {**kept}
         return {
-            "strategy": self.strategy,
+            **kept,
             "layout": case.layout,
             "model": case.model,
             "loss": case.loss,
@@ -52,8 +59,6 @@ class Trial:
             "dtype": case.dtype_name,
             "exact": case.exact,
             "steps": self.steps if isinstance(self.steps, int) else "shorter_last",
-            "compare": self.compare,
-            "cause": self.cause,
         }
 
     def __str__(self) -> str:

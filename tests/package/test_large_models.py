@@ -348,3 +348,26 @@ def test_a_large_model_is_built_again_for_its_draws_only_if_it_has_drawn(
         verdict = check(Case(model=build, batch=rows, loss=of_the_case, layout="1x2"), tripled)
     assert verdict.outcome == "different", verdict
     assert bool(drawn) is is_built_for_draws
+
+
+class TwoTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(5, 3)
+        self.exact = nn.Linear(5, 3).double()
+
+    def forward(self, rows: Tensor) -> Any:
+        of_singles = self.single(rows.to(self.single.weight.dtype)).double()
+        return torch.cat([of_singles, self.exact(rows.double())])
+
+
+def test_parameters_in_float64_are_compared_with_numbers_in_float64() -> None:
+    """Also beside others in float32, by which the numbers of all are as precise."""
+    case = Case(model=TwoTypes, batch=rows, loss=loss, layout="1x2", dtype=None)
+    with settings.using(settings.replaced(compared_by_ranks=True)):
+        verdict = check(case, ddp)
+    assert verdict.outcome == "same", verdict
+    assert verdict.comparison is not None
+    assert verdict.comparison.by_the_ranks
+    limits = {one.name: one.limit.relative for one in verdict.comparison.parameters}
+    assert limits["exact.weight"] < 1e-12 < limits["single.weight"]

@@ -15,11 +15,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "": 376,
     "adapters": 317,
-    "case": 3_572,
-    "checking": 1_387,
-    "commands": 6_256,
+    "case": 3_652,
+    "checking": 1_388,
+    "commands": 6_257,
     "comparison": 2_317,
-    "diagnosis": 22_547,
+    "diagnosis": 22_571,
     "faults": 2_352,
     "gate": 1_971,
     "measurement": 8_727,
@@ -27,7 +27,7 @@ BUDGETS = {
     "pytest_plugin": 1_609,
     "ranks": 7_804,
     "report": 5_220,
-    "strategies": 2_046,
+    "strategies": 2_051,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.

@@ -23,7 +23,7 @@ from ddp_equivalence.diagnosis.lines.of_reduction import (
     lines_that_left_out,
     sharded_names,
 )
-from ddp_equivalence.diagnosis.lines.source import place_of, run_lines
+from ddp_equivalence.diagnosis.lines.source import classes_in, holds, place_of, run_lines
 from ddp_equivalence.diagnosis.lines.words import counted, first_of, in_order, last_of, names_text
 from ddp_equivalence.diagnosis.reduced import (
     gradients_were_reduced,
@@ -34,7 +34,7 @@ from ddp_equivalence.diagnosis.reduced import (
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import REDUCING, CallSite, PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 from ddp_equivalence.measurement.observation import Observation
 
 BY_CALLS = (
@@ -182,9 +182,18 @@ def _lines_that_call_a_part(view: View) -> list[PointedLine]:
         if (place := place_of(file, node.lineno)) is not None and place.line(node) in run.times
     }
     inside = [one.line for one in sorted(calls, key=lambda one: one.name.count(".")) if one.line]
-    methods = (one.line.function for one in calls if one.line)
+    methods = (one.line.function for one in calls if one.line and _is_of_a_module(one.line))
     line = next((called[one] for one in methods if one in called), next(iter(inside), None))
     return [PointedLine(line, "calls a method or a part of it", True)] if line else []
+
+
+def _is_of_a_module(line: CodeLine) -> bool:
+    """True for a line of a class that says how it goes forward, as modules do."""
+    return any(
+        holds(one, line.number)
+        and any(isinstance(of, ast.FunctionDef) and of.name == "forward" for of in one.body)
+        for one in classes_in(line.file)
+    )
 
 
 def _synchronised(view: View) -> Indication | None:

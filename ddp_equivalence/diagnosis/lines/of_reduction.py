@@ -74,9 +74,16 @@ def in_own_backwards(view: View) -> list[CallSite]:
     backwards = {place.line for place in view.observed.calls.backwards}
     places = view.observed.calls.collectives(lambda call, of: call.in_backward and of.elements > 1)
     methods = {
-        one.line.file for seen in view.observed.by_rank.values() for one in seen.own_backwards
+        (one.line.file, one.line.function)
+        for seen in view.observed.by_rank.values()
+        for one in seen.own_backwards
     }
-    return [one for one in places if one.line not in backwards and one.line.file in methods]
+    return [
+        place
+        for place in places
+        if place.line not in backwards
+        and any((one.file, one.function) in methods for one in (place.line, *place.first.callers))
+    ]
 
 
 def ddp_reduces(view: View) -> bool:

@@ -21,7 +21,7 @@ from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import PointedLine, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
-from ddp_equivalence.measurement.calls import CodeLine, CollectiveCall, Kind
+from ddp_equivalence.measurement.calls import CodeLine, CollectiveCall, Contents, Kind
 
 ADDING = ("all_reduce", "reduce")
 
@@ -127,6 +127,8 @@ def fault_of_mixed_shards(view: View) -> Whereabouts | None:
     if len(parts) < view.world_size:
         return None
     dealt = tuple(sorted({scatter.ranks for scatter, _ in parts}))
+    if len({len(group) for group in dealt}) > 1:
+        return None
     added = groups_text(tuple(sorted({total.ranks for _, total in parts})))
     same_part = groups_text(tuple(sorted(zip(*dealt, strict=True))))
     made = _lines_of_second_group(view, parts[0][1].ranks)
@@ -172,12 +174,18 @@ def _dealt_then_added(view: View, rank: int) -> tuple[CollectiveCall, Collective
             continue
         if dealt is not None and one.op in ADDING and one.elements > 1:  # one may be a norm
             is_the_part = one.elements * len(dealt.ranks) == dealt.elements
-            is_the_part &= call.in_backward == began
+            is_the_part &= call.in_backward == began and not _is_of_others(one, dealt)
             if is_the_part and len({*one.ranks} & {*dealt.ranks}) > 1:
                 return dealt, one
         dealt = one if one.op.startswith("reduce_scatter") else None
         began = call.in_backward
     return None
+
+
+def _is_of_others(one: CollectiveCall, dealt: CollectiveCall) -> bool:
+    """True if a collective gets whole gradients of parameters that were not dealt."""
+    whole = one.contents in (Contents.GRADIENTS, Contents.COPIES_OF_GRADIENTS)
+    return whole and not {*one.names} & {*dealt.names}
 
 
 # What the ranks of each group hold adds up to the big batch's gradient: only the sum is missing.

@@ -298,3 +298,96 @@ def test_hooks_that_fsdp_registers_are_not_marked() -> None:
         verdict = check(case(loss=with_the_mean), gathers_without_gradients)
     assert verdict.outcome == "different"
     assert "a hook on" not in str(verdict)
+
+
+def of_two_columns() -> nn.Module:
+    """Its weight has twice as many elements as its bias."""
+    return nn.Linear(2, 3)
+
+
+def loss_of_two_columns(model: Any, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["rows"][:, :2]), batch["targets"])
+
+
+def deals_a_weight_and_adds_up_a_bias(model: Any, batch: Batch, rank: Rank) -> None:
+    loss_of_two_columns(model, batch).backward()
+    whole = model.weight.grad.view(-1)
+    part = torch.empty(3, dtype=whole.dtype)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_reduce(model.bias.grad)
+    model.bias.grad.div_(2)
+    dist.all_gather_into_tensor(whole, part / 2)
+    whole[0] += 0.01 * rank.rank  # fault
+
+
+def test_a_sum_of_another_parameter_with_the_size_of_a_part_is_no_fault() -> None:
+    of = case(model=of_two_columns, loss=loss_of_two_columns)
+    lines = marked(of, deals_a_weight_and_adds_up_a_bias, "")
+    assert [one for one in lines if one.endswith("# fault")] == lines != []
+
+
+def calls_layers_and_a_scheduler(model: Any, batch: Batch, rank: Rank) -> None:
+    def step() -> None:
+        wrapper = DistributedDataParallel(model)
+        out = wrapper.module.head(wrapper.module.layers[0](batch["rows"]))  # fault
+        F.mse_loss(out, batch["targets"]).backward()
+        scheduler.step()
+
+    model.layers = model.layers[:1]
+    scheduler = torch.optim.lr_scheduler.ConstantLR(sgd(model.parameters()))
+    step()
+
+
+def of_one_layer() -> Sharded:
+    model = Sharded()
+    model.layers = model.layers[:1]
+    model.encode = model.layers[0].forward  # type: ignore[method-assign]
+    return model
+
+
+def test_a_call_that_has_the_name_of_a_function_around_it_is_not_marked() -> None:
+    lines = marked(case(model=of_one_layer), calls_layers_and_a_scheduler, "raw_module_called")
+    assert not [one for one in lines if "scheduler" in one]
+    assert [one for one in lines if one.endswith("# fault")]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2
+
+
+class Doubled(Sharded):
+    """Has a backward method of its own, which talks to nobody."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        found: Tensor = Twice.apply(super().encode(rows))  # type: ignore[no-untyped-call]
+        return found
+
+
+def gathers_without_gradients_and_adds_up_in_hooks(model: Any, batch: Batch, rank: Rank) -> None:
+    def of_all(values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(rank.world_size)]
+        dist.all_gather(parts, values.detach())  # fault
+        parts[rank.rank] = values
+        return torch.cat(parts)
+
+    def hook(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.mul(0.5)
+
+    for parameter in model.parameters():
+        parameter.register_hook(hook)
+    out, targets = of_all(model(batch["rows"])), of_all(batch["targets"])
+    F.mse_loss(out, targets).backward()
+
+
+def test_a_hook_is_no_backward_method() -> None:
+    step = gathers_without_gradients_and_adds_up_in_hooks
+    lines = marked(case(model=Doubled), step, "gather_without_gradient")
+    assert [one for one in lines if one.endswith("# fault")] == lines

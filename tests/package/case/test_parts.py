@@ -22,6 +22,18 @@ TOTAL = 1_000_000
 rows_in_memory = [0]
 
 
+class WarmingUp(nn.Module):
+    """Its loss counts more with each of its first calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.calls = Counted(), 0
+
+    def forward(self, rows: Tensor) -> Any:
+        self.calls += 1
+        return min(1.0, self.calls / 10) * self.inside(rows)
+
+
 class Counted(nn.Module):
     """Says how many rows are in its forward pass, before it calls its layers."""
 
@@ -57,6 +69,18 @@ def token_mean(model: Any, batch: Batch) -> Any:
     """The first two examples have as many words as each other, and the others have fewer."""
     logits = model(batch["rows"])[:, :, None].expand(-1, -1, 6)
     return nn.functional.cross_entropy(logits, batch["words"], ignore_index=-1)
+
+
+def uniform_token_mean(model: Any, batch: Batch) -> Any:
+    """With the weights of ``uniform`` every word has the same loss."""
+    return token_mean(model, batch)
+
+
+def uniform() -> nn.Module:
+    model = Counted()
+    for parameter in model.layers[-1].parameters():
+        nn.init.zeros_(parameter)
+    return model
 
 
 def contrastive(model: Any, batch: Batch) -> Any:
@@ -103,6 +127,8 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (plain, total, 3, 4),
         (plain, token_mean, 3, 1),
         (plain, contrastive, 3, 1),
+        (uniform, uniform_token_mean, 3, 1),
+        (WarmingUp, mean, 3, 1),
         (normalised, mean, 3, 1),
         (dropped, mean, 3, 1),
     ],
@@ -171,3 +197,24 @@ def test_a_model_that_is_compiled_or_called_by_a_transform_is_watched_without_a_
     found = big_batch(Case(model=plain, batch=batch, loss=of, layout="1x2"))
     assert found.parts.count == 1
     assert not [one for one in recwarn if "hook" in str(one.message)]
+
+
+def test_several_steps_are_computed_as_a_whole(room: Callable[[int], None]) -> None:
+    """Nobody would see that the parts of a later one do not add up."""
+    room(3)
+    assert (
+        big_batch(Case(model=plain, batch=batch, loss=mean, layout="1x2"), steps=2).parts.count == 1
+    )
+
+
+def test_a_batch_that_a_function_deals_is_computed_as_a_whole(room: Callable[[int], None]) -> None:
+    def with_a_number(generator: torch.Generator) -> Batch:
+        return {"temperature": torch.tensor(2.0), **batch(generator)}
+
+    def deal(whole: Batch, rows: list[int]) -> Batch:
+        chosen = {name: leaf[rows] for name, leaf in whole.items() if name != "temperature"}
+        return {"temperature": whole["temperature"], **chosen}
+
+    room(3)
+    case = Case(model=plain, batch=with_a_number, loss=mean, batch_dims=deal, examples=8)
+    assert big_batch(case).parts.count == 1
