@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_equivalence import Case, Rank, check
 from ddp_equivalence.case import settings
+from ddp_equivalence.diagnosis.where.groups import fault_of_mixed_shards
 from ddp_equivalence.report.render import pointed_lines
 from tests.diagnosis.names.small_case import case
 from tests.package.own_cases import loss
@@ -391,3 +392,28 @@ def test_a_hook_is_no_backward_method() -> None:
     step = gathers_without_gradients_and_adds_up_in_hooks
     lines = marked(case(model=Doubled), step, "gather_without_gradient")
     assert [one for one in lines if one.endswith("# fault")] == lines
+
+
+def twenty_rows(generator: torch.Generator) -> Batch:
+    return {
+        "rows": torch.randn(20, 5, generator=generator),
+        "targets": torch.randn(20, 3, generator=generator),
+    }
+
+
+def adds_up_parts_in_unequal_groups(model: Any, batch: Batch, rank: Rank) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3, 4])]
+    group = groups[rank.rank > 1]
+    size = dist.get_world_size(group)
+    loss(model, batch).backward()
+    whole = model[0].weight.grad.view(-1).repeat(6)
+    part = torch.empty(len(whole) // size, dtype=whole.dtype)
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    dist.all_reduce(part, group=group)
+
+
+def test_parts_of_unequal_groups_are_asked_about_without_an_error() -> None:
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        verdict = check(case("1x5", batch=twenty_rows), adds_up_parts_in_unequal_groups)
+    assert verdict.view is not None
+    assert fault_of_mixed_shards(verdict.view) is None
