@@ -30,7 +30,7 @@ from ddp_equivalence.case.build import (
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.case.parts import Parts, Pass
+from ddp_equivalence.case.micro_batches import MicroBatches, Pass
 from ddp_equivalence.case.random_state import draws_noticed, step_seed
 from ddp_equivalence.case.training import (
     AtSteps,
@@ -60,8 +60,8 @@ class Reference:
     model hold afterwards, and the tensors that its modules keep. ``why_not_float64``: what the loss
     raised in float64, if the big batch was therefore computed in the precision of the case.
     ``settings``: with which optimizers step each parameter. ``draws``: False if it has drawn no
-    random numbers, but perhaps from a generator of its own. ``parts``: in how many the big batch
-    was computed.
+    random numbers, but perhaps from a generator of its own. ``micro_batches``: in how many the big
+    batch was computed.
     """
 
     case: Case
@@ -78,17 +78,12 @@ class Reference:
     why_not_float64: str = ""
     settings: dict[GradientKey, Settings] = field(default_factory=dict)
     draws: bool = True
-    parts: Parts = field(default_factory=Parts.whole)
+    micro_batches: MicroBatches = field(default_factory=MicroBatches.whole)
 
     @property
     def computed_in(self) -> torch.dtype | None:
         """The dtype in which the big batch was computed; None for that of the case."""
         return None if self.why_not_float64 else torch.float64
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """How many examples each step had, and in how many parts they were computed."""
-        return {"examples": self.examples, "parts": self.parts.count}
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -126,17 +121,17 @@ def big_batch(
         after_clipping=after_clipping,
         settings=settings,
     )
-    why_not_float64, parts = "", Parts(case.batch_dims) if len(batches) == 1 else Parts.whole()
+    why_not_float64, micro = "", MicroBatches.of(len(batches), case.batch_dims)
     with draws_noticed() as drew:
         try:
-            doubles = [in_dtype(batch, torch.float64) for batch in batches]
-            expected, losses = trained(cast_model(model, torch.float64), doubles, parts=parts)
+            exact, model = _all_in(torch.float64, batches), cast_model(model, torch.float64)
+            expected, losses = trained(model, exact, micro_batches=micro)
         except BadCase as error:
             why = error.__cause__
             if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:
                 raise
-            model, why_not_float64, parts = build_model(case), it_raised(why), Parts.whole()
-            found, losses = trained(model, [in_dtype(batch, None) for batch in batches])
+            model, why_not_float64, micro = build_model(case), it_raised(why), MicroBatches.whole()
+            found, losses = trained(model, _all_in(None, batches))
             expected = {key: None if one is None else one.double() for key, one in found.items()}
     moved = {name for (_, name), one in expected.items() if one is not None}
     return Reference(
@@ -148,13 +143,13 @@ def big_batch(
         dtypes=dtypes | {name: every[name] for name in moved},
         examples=sizes,
         losses=tuple(losses),
-        at_each_step=at_each_step,
-        after_clipping=after_clipping,
         buffers=copied_state(model),
         why_not_float64=why_not_float64,
         settings=settings,
         draws=training.is_of_the_user or any(drew),
-        parts=parts,
+        micro_batches=micro,
+        at_each_step=at_each_step,
+        after_clipping=after_clipping,
     )
 
 
@@ -168,7 +163,7 @@ def train(
     at_each_step: bool = False,
     after_clipping: bool = False,
     settings: dict[GradientKey, Settings] | None = None,
-    parts: Parts | None = None,
+    micro_batches: MicroBatches | None = None,
 ) -> tuple[dict[GradientKey, Tensor | None], list[float]]:
     """Run forward and backward once for each big batch, with an optimizer's step between two.
 
@@ -176,7 +171,7 @@ def train(
     moved the weights) and the loss of every step. ``at_each_step``: the weights are compared after
     each step. ``after_clipping``: the gradients are those that the optimizer steps with. If
     ``loss`` is None, the case's own is used. ``settings`` get those with which optimizers step.
-    ``parts``: in how many a batch is computed; without them it is one.
+    ``micro_batches``: in how many the batch is computed.
     """
     if training.is_of_the_user:
         keep = compare == "gradients"
@@ -189,13 +184,13 @@ def train(
     steppers = training.steppers(model)
     found: dict[GradientKey, Tensor | None] = {}
     losses: list[float] = []
-    parts = parts or Parts.whole()
+    micro_batches = micro_batches or MicroBatches.whole()
     for step, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
         forward = partial(_forward, case, loss or loss_of_the_case(case), model)
         of_batch = Pass(model, step_seed(case, step), forward, partial(_backward, case))
         with without_process_group():
-            losses.append(parts.run(of_batch, batch))
+            losses.append(micro_batches.run(of_batch, batch))
         if compare == "gradients" and not after_clipping:
             found |= {(step, name): _kept(p.grad, training) for name, p in model.named_parameters()}
         if compare == "update" or step + 1 < len(batches) or after_clipping:
@@ -215,6 +210,10 @@ def train(
                 for name, p in model.named_parameters()
             }
     return found, losses
+
+
+def _all_in(dtype: torch.dtype | None, batches: Sequence[Any]) -> list[Any]:
+    return [in_dtype(batch, dtype) for batch in batches]
 
 
 def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:

@@ -147,7 +147,7 @@ def _judge(request: Request) -> Verdict:
             began = time.time()
             expected, analysis = _computed(request, big_batch)
             why_unknown = vacuity.against_the_reference(expected.reference)
-            known = partial(known, **expected.reference.sizes, analysis=analysis)
+            known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             state = state_that_matters(expected, measurement)
             if state or not (measurement.outdated or measurement.comparison.same):

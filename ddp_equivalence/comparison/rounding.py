@@ -239,9 +239,9 @@ def _train_again(
     region in which the forward pass runs; None for none. ``inside``: nudges what the model computes
     in a lower precision.
     """
-    case, parts = reference.case, reference.parts
-    if parts.count > 1:
-        scale = 1.0  # the hook below would divide the first part again after each other one
+    case, micro_batches = reference.case, reference.micro_batches
+    if micro_batches.count > 1:
+        scale = 1.0  # the hook below would divide the first again after each other one
     model = build_model(case)
     if dtype is not None:
         cast_model(model, dtype)
@@ -277,7 +277,7 @@ def _train_again(
             scaled_loss,
             at_each_step=reference.at_each_step,
             after_clipping=reference.after_clipping,
-            parts=parts,
+            micro_batches=micro_batches,
         )[0]
     return {key: None if one is None else one.to(CPU) for key, one in gradients.items()}
 

@@ -116,6 +116,11 @@ class Analysis:
         return None
 
     @property
+    def micro_batches(self) -> int:
+        """In how many micro-batches the big batch was computed."""
+        return self._expected.reference.micro_batches.count
+
+    @property
     def start(self) -> str:
         """A digest of the weights with which the reference began; "" if it is to be made anew."""
         return self._expected.start

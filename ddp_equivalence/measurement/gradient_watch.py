@@ -205,6 +205,10 @@ def factor_between(before: Tensor, now: Tensor, same: float = SAME_FACTOR) -> fl
 FEW = 4096
 """So many elements of large tensors are compared first."""
 
+LOOSER = 100.0
+"""So many times the tolerance is let through then: what rounds in other elements may not be among
+the few by as much as in all. All elements decide afterwards."""
+
 
 def _exact(values: Tensor) -> Tensor:
     return values.to("cpu", torch.float64)
@@ -215,7 +219,7 @@ def _may_fit(value: Tensor, segment: Tensor, same: float) -> bool:
     few = _exact(thinned(value, FEW))
     if len(few) == len(value) or not bool(few.any()):
         return True
-    return factor_between(few, _exact(thinned(segment, FEW)), min(0.5, 100 * same)) is not None
+    return factor_between(few, _exact(thinned(segment, FEW)), min(0.5, LOOSER * same)) is not None
 
 
 def matching_segments(

@@ -75,11 +75,11 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
             f"{len(parameters)} parameters ({comparison.elements} elements) compared on {ranks} "
             f"{plural(ranks, 'rank')}{BY_THE_RANKS if comparison.by_the_ranks else ''}"
         )
-        if verdict.parts > 1:
+        if verdict.analysis is not None and verdict.analysis.micro_batches > 1:
             yield (
-                f"the big batch was computed in {verdict.parts} parts, because its forward pass "
-                "did not fit into memory; they have the loss of the whole, and two examples have "
-                "the gradient of both together"
+                f"the big batch was computed in {verdict.analysis.micro_batches} micro-batches, "
+                "because its forward pass did not fit into memory; their losses make up that of "
+                "the whole batch, and the gradients of two examples that of both together"
             )
         rounding = [one.name for one in parameters if one.limit.only_rounding and one.norm]
         if rounding:

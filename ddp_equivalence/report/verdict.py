@@ -117,8 +117,8 @@ class Verdict:
     explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
     error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
     ``analysis``: computes the rest when it is asked for; None if there was nothing to analyse.
-    ``examples``: the size of the big batch in each step; ``parts``: in how many parts it was
-    computed. ``repeat``: the command or call that repeats the check.
+    ``examples``: the size of the big batch in each step. ``repeat``: the command or call that
+    repeats the check.
 
     ``observed``: rank -> what was seen of a second run of a step that differs; ``why_not_watched``:
     why there was none, if something differs. ``repeated``: whether that run left the same bits;
@@ -140,7 +140,6 @@ class Verdict:
     repeat: str = ""
     seconds: float = 0.0
     examples: tuple[int, ...] = ()
-    parts: int = 1
 
     outcome: Outcome = found_out(lambda: "unknown")
     reason: str = found_out(str)

@@ -47,9 +47,13 @@ class Trial:
         tried with every pair.
         """
         case = self.case
-        kept = {"strategy": self.strategy, "compare": self.compare, "cause": self.cause}
+        kept: dict[str, object] = {
+            "strategy": self.strategy,
+            "compare": self.compare,
+            "cause": self.cause,
+        }
         if STRATEGIES[self.strategy].has_the_rule_of:
-            return {**kept}
+            return kept
         return {
             **kept,
             "layout": case.layout,

@@ -13,21 +13,21 @@ PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "": 376,
+    "": 375,
     "adapters": 317,
-    "case": 3_652,
+    "case": 3_657,
     "checking": 1_388,
     "commands": 6_257,
     "comparison": 2_317,
-    "diagnosis": 22_571,
+    "diagnosis": 22_569,
     "faults": 2_352,
     "gate": 1_971,
-    "measurement": 8_727,
+    "measurement": 8_731,
     "observed_scripts": 8_060,
     "pytest_plugin": 1_609,
     "ranks": 7_804,
-    "report": 5_220,
-    "strategies": 2_051,
+    "report": 5_219,
+    "strategies": 2_055,
 }
 """Folder -> the most lines that its files may have together. A number becomes larger only by what a
 new idea, cause, strategy, fault or model needs.

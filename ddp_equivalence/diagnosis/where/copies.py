@@ -15,7 +15,6 @@ from ddp_equivalence.diagnosis.setting import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.where.pieces import rows_by_rank
 from ddp_equivalence.diagnosis.where.whereabouts import Whereabouts, distinct, ranked
-from ddp_equivalence.measurement.calls import Call, Kind
 
 MOST_SHOWN = 3
 
@@ -80,7 +79,10 @@ def _lines_of_gathering(view: View, ranks: Sequence[int]) -> list[PointedLine]:
     """The line that chose the group in which a rank of these gathers examples without the others,
     and the call that gathers them.
     """
-    for place in view.observed.calls.places(Kind.COLLECTIVE, where=_gathers):
+    gathers = view.observed.calls.collectives(
+        lambda call, of: of.op.startswith("all_gather") and not call.in_backward
+    )
+    for place in gathers:
         together = any({*ranks} <= {*group} for group in place.groups)
         chosen = [] if together else lines_that_set_groups(view, [place])
         if chosen:
@@ -89,8 +91,3 @@ def _lines_of_gathering(view: View, ranks: Sequence[int]) -> list[PointedLine]:
                 place.pointed(f"gathers examples in {groups_text(place.groups)}"),
             ]
     return []
-
-
-def _gathers(call: Call) -> bool:
-    one = call.collective
-    return one is not None and not call.in_backward and one.op.startswith("all_gather")

@@ -650,7 +650,11 @@ class _Search:
         groups = {tuple(sorted(one)) for one in alike}
         if max(map(len, groups)) == 1:
             return []
-        sums = self.view.observed.calls.places(Kind.COLLECTIVE, where=_adds_other_numbers)
+        sums = self.view.observed.calls.collectives(
+            lambda call, of: (
+                of.op == "all_reduce" and of.contents is Contents.OTHER and not call.in_backward
+            )
+        )
         note = "adds up in " + groups_text(tuple(sorted(groups))) + " only"
         return [one.pointed(note, True) for one in sums if set(one.groups) == groups][-1:]
 
@@ -717,14 +721,6 @@ class _Search:
                 if line_of(one.call) not in theirs
             ),
         ]
-
-
-def _adds_other_numbers(call: Call) -> bool:
-    """True for a sum over ranks of something that is no gradient, between the passes."""
-    one = call.collective
-    of_gradients = (Contents.GRADIENTS, Contents.COPIES_OF_GRADIENTS)
-    adds = one is not None and one.op.startswith("all_reduce")
-    return adds and not (call.in_backward or (one and one.contents in of_gradients))
 
 
 def _by_number(numbers: Iterable[tuple[int, float | None]]) -> dict[float, list[int]]:

@@ -14,6 +14,7 @@ from ddp_equivalence import BadCase
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.pytest_plugin.suite_run import covering
 from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 
@@ -71,6 +72,18 @@ def test_a_strategy_with_the_rule_of_another_has_this_very_rule() -> None:
     assert len(ways) >= 5
     for one in ways:
         assert one.cause_of_difference is STRATEGIES[one.has_the_rule_of].cause_of_difference
+
+
+def test_a_selection_tries_less_of_a_strategy_with_the_rule_of_another() -> None:
+    """Yet its promise, each known difference and an update."""
+    chosen = [EVERYTHING[one] for one in covering([trial.factors for trial in EVERYTHING])]
+    for name, strategy in STRATEGIES.items():
+        own = [trial for trial in chosen if trial.strategy == name]
+        every = [trial for trial in EVERYTHING if trial.strategy == name]
+        for field in ("cause", "compare"):
+            assert {getattr(one, field) for one in own} == {getattr(one, field) for one in every}
+        if strategy.has_the_rule_of:
+            assert len(own) <= len({(one.cause, one.compare) for one in every})
 
 
 def test_every_known_difference_has_a_name_that_a_diagnosis_knows() -> None:

@@ -1,4 +1,4 @@
-"""A big batch that does not fit into memory is computed in parts, if these add up to the whole."""
+"""A big batch that does not fit is computed in micro-batches, if these add up to the whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.case import parts
+from ddp_equivalence import Case, Rank, Verdict, check
+from ddp_equivalence.case import micro_batches
 from ddp_equivalence.reference import big_batch
 
 pytestmark = pytest.mark.self_check
@@ -100,6 +100,18 @@ def dropped() -> nn.Module:
     return Counted(nn.Dropout(0.4))
 
 
+def transposed() -> nn.Module:
+    """The last of its weights does not lie in one piece, and is not moved."""
+    model = Counted()
+    model.layers[-1].weight = nn.Parameter(torch.randn(5, 3).mT)
+    return model
+
+
+def made_of(verdict: Verdict) -> int:
+    assert verdict.analysis is not None
+    return verdict.analysis.micro_batches
+
+
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes memory seem to be full as soon as more than so many rows are in a forward pass."""
@@ -112,7 +124,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         rows_in_memory[0] = 0
         monkeypatch.setattr("psutil.virtual_memory", memory)
-        monkeypatch.setattr(parts, "ASKED_EVERY", 0.0)
+        monkeypatch.setattr(micro_batches, "ASKED_EVERY", 0.0)
 
     return is_for
 
@@ -129,20 +141,21 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (plain, contrastive, 3, 1),
         (uniform, uniform_token_mean, 3, 1),
         (WarmingUp, mean, 3, 1),
+        (transposed, mean, 3, 1),
         (normalised, mean, 3, 1),
         (dropped, mean, 3, 1),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
-def test_parts_are_taken_where_they_add_up(
+def test_micro_batches_are_taken_where_they_add_up(
     model: Any, loss: Any, most: int, count: int, room: Callable[[int], None]
 ) -> None:
     case = Case(model=model, batch=batch, loss=loss, layout="1x2")
     whole = big_batch(case)
-    assert whole.parts.count == 1
+    assert whole.micro_batches.count == 1
     room(most)
     found = big_batch(case)
-    assert found.parts.count == count
+    assert found.micro_batches.count == count
     assert found.losses == pytest.approx(whole.losses, rel=1e-12)
     for key, expected in whole.expected.items():
         assert expected is not None
@@ -151,7 +164,7 @@ def test_parts_are_taken_where_they_add_up(
         assert torch.equal(found.buffers[name], buffer)
 
 
-def test_a_check_says_in_how_many_parts_the_big_batch_was_computed(
+def test_a_check_says_in_how_many_micro_batches_the_big_batch_was_computed(
     room: Callable[[int], None],
 ) -> None:
     def ddp(model: Any, shard: Batch, rank: Rank) -> None:
@@ -165,20 +178,20 @@ def test_a_check_says_in_how_many_parts_the_big_batch_was_computed(
     room(3)
     case = Case(model=plain, batch=batch, loss=mean, layout="1x2", dtype=torch.float32)
     verdict = check(case, ddp)
-    assert (verdict.outcome, verdict.parts) == ("same", 4), verdict
-    assert "computed in 4 parts" in " ".join(verdict.full_report().split())
+    assert (verdict.outcome, made_of(verdict)) == ("same", 4), verdict
+    assert "computed in 4 micro-batches" in " ".join(verdict.full_report().split())
     verdict = check(case, summed)
-    assert (verdict.outcome, verdict.parts) == ("different", 4), verdict
+    assert (verdict.outcome, made_of(verdict)) == ("different", 4), verdict
     assert "every gradient is 2 times" in str(verdict)
 
 
 def test_what_other_processes_take_ends_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There was no room before the first module was called, so parts would not help."""
+    """There was no room before the first module was called, so micro-batches would not help."""
     full = SimpleNamespace(total=TOTAL, available=0)
     monkeypatch.setattr("psutil.virtual_memory", lambda: full)
-    monkeypatch.setattr(parts, "ASKED_EVERY", 0.0)
+    monkeypatch.setattr(micro_batches, "ASKED_EVERY", 0.0)
     case = Case(model=plain, batch=batch, loss=mean, layout="1x2")
-    assert big_batch(case).parts.count == 1
+    assert big_batch(case).micro_batches.count == 1
 
 
 @pytest.mark.parametrize("how", ["compiled", "scripted", "functional"])
@@ -195,16 +208,15 @@ def test_a_model_that_is_compiled_or_called_by_a_transform_is_watched_without_a_
 
     room(8)
     found = big_batch(Case(model=plain, batch=batch, loss=of, layout="1x2"))
-    assert found.parts.count == 1
+    assert found.micro_batches.count == 1
     assert not [one for one in recwarn if "hook" in str(one.message)]
 
 
 def test_several_steps_are_computed_as_a_whole(room: Callable[[int], None]) -> None:
-    """Nobody would see that the parts of a later one do not add up."""
+    """Nobody would see that the micro-batches of a later one do not add up."""
     room(3)
-    assert (
-        big_batch(Case(model=plain, batch=batch, loss=mean, layout="1x2"), steps=2).parts.count == 1
-    )
+    found = big_batch(Case(model=plain, batch=batch, loss=mean, layout="1x2"), steps=2)
+    assert found.micro_batches.count == 1
 
 
 def test_a_batch_that_a_function_deals_is_computed_as_a_whole(room: Callable[[int], None]) -> None:
@@ -217,4 +229,4 @@ def test_a_batch_that_a_function_deals_is_computed_as_a_whole(room: Callable[[in
 
     room(3)
     case = Case(model=plain, batch=with_a_number, loss=mean, batch_dims=deal, examples=8)
-    assert big_batch(case).parts.count == 1
+    assert big_batch(case).micro_batches.count == 1

@@ -1,4 +1,4 @@
-"""Computes a big batch in parts where what its forward pass keeps does not fit into memory."""
+"""Computes a big batch in micro-batches where its forward pass does not fit into memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ddp_equivalence.case.build import copied_state, put_state
 from ddp_equivalence.case.memory import give_back_memory
 from ddp_equivalence.case.random_state import seeded
 
-# The gradient of a mean over examples is the mean of the gradients of parts, weighted by their
-# numbers of examples, and that of a sum is their sum. No loss says which it is, or whether it is
-# either: it may divide by a count of tokens, or compare examples with each other. So two examples
-# are computed together and one by one, and the loss of the parts is compared with that of the whole
-# batch, which needs little memory without a backward pass, for these weights and for two others.
+# The gradient of a mean over examples is the mean of the gradients of micro-batches, weighted by
+# their numbers of examples, and that of a sum is their sum. No loss says which it is, or whether it
+# is either: it may divide by a count of tokens, or compare examples with each other. So two
+# examples are computed together and one by one, and the loss of the micro-batches is compared with
+# that of the whole batch, which needs little memory without a backward pass, for these weights and
+# for two others.
 
 ASKED_EVERY = 0.05
 """Seconds from one look at the memory to the next."""
@@ -36,16 +37,15 @@ SAME = 1e-9
 MOST_COMPARED = 1_000_000
 """Of larger gradients so many elements are compared, at equal distances."""
 
-
 BESIDE = 2
-"""In so many places beside the weights the parts must have the loss of the whole."""
+"""With so many other sets of weights the micro-batches must have the loss of the whole batch."""
 
 MOST_MOVED = 10_000
 """About so many elements of each weight are moved for this."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
 CONTAINERS = (list, tuple, set, dict)
+"""Attributes of modules of these types are put back, such as the number of calls so far."""
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """What every module holds."""
@@ -64,9 +64,9 @@ class Pass(NamedTuple):
     backward: Callable[[Tensor], None]
 
 
-class Parts:
-    """``count``: in how many parts big batches are computed. It becomes larger when the forward
-    pass of the first one does not fit into memory, if parts are seen to add up to the whole.
+class MicroBatches:
+    """``count``: in how many micro-batches a big batch is computed. It becomes larger when the
+    forward pass does not fit into memory, if micro-batches are seen to add up to the whole.
 
     ``dims``: where a batch holds its examples.
     """
@@ -78,15 +78,20 @@ class Parts:
         self._is_settled = False
 
     @classmethod
-    def whole(cls) -> Parts:
+    def of(cls, batches: int, dims: BatchDims) -> MicroBatches:
+        """Several batches are computed as a whole: the later ones are not seen to add up."""
+        return cls(dims) if batches == 1 else cls.whole()
+
+    @classmethod
+    def whole(cls) -> MicroBatches:
         """Every batch is computed as a whole, whether it fits into memory or not."""
-        parts = cls()
-        parts._is_settled = True
-        return parts
+        found = cls()
+        found._is_settled = True
+        return found
 
     def run(self, one: Pass, batch: Any) -> float:
-        """Run forward and backward for the batch, and return its loss. For the first batch, find
-        out in how many parts.
+        """Run forward and backward for the batch, and return its loss. The first time, find out in
+        how many micro-batches.
         """
         if not self._is_settled:
             loss = self._first(one, batch)
@@ -111,7 +116,7 @@ class Parts:
                     return None
                 self.count = min(2 * self.count, examples)
                 continue
-            if self.count == 1 or self._is_whole(loss, one, batch, state):
+            if self.count == 1 or self._add_up_to_whole(loss, one, batch, state):
                 return loss
             state.put_back()
             return None
@@ -124,9 +129,9 @@ class Parts:
                 one.backward(value)
             return loss
         loss, examples = 0.0, count_examples(batch, self._dims)
-        count = min(self.count, examples)
-        for part in range(count):
-            positions = range(part * examples // count, (part + 1) * examples // count)
+        for number in range(self.count):
+            begin, end = (place * examples // self.count for place in (number, number + 1))
+            positions = range(begin, end)
             with seeded(one.seed):
                 value = one.forward(take(batch, positions, self._dims))
                 value = value if self._adds_up else len(positions) / examples * value
@@ -160,10 +165,10 @@ class Parts:
         distance = 1 + sum(each.numel() for each in found) // MOST_COMPARED
         return torch.cat([each.to_dense().reshape(-1)[::distance].clone() for each in found])
 
-    def _is_whole(self, loss: float, one: Pass, batch: Any, state: State) -> bool:
-        """True if the whole batch has this loss, as well as the parts and the whole have the same
-        with weights a little beside these, and the model the state from before: in one place
-        another weight for each example may give the same loss.
+    def _add_up_to_whole(self, loss: float, one: Pass, batch: Any, state: State) -> bool:
+        """True if the whole batch has this loss of the micro-batches, also with weights a little
+        beside these, and the model still holds what it held. For one set of weights the loss may be
+        the same although the examples count differently.
         """
         with suppress(Exception), torch.no_grad():
             if not _is_near(loss, self._loss(one, batch, 1)):
@@ -177,10 +182,10 @@ class Parts:
         return False
 
     def _loss(self, one: Pass, batch: Any, count: int) -> float:
-        """The loss of a batch in so many parts, without a backward pass."""
-        parts = Parts(self._dims)
-        parts.count, parts._adds_up = count, self._adds_up
-        return parts._run(one._replace(backward=lambda value: None), batch)
+        """The loss of a batch in so many micro-batches, without a backward pass."""
+        others = MicroBatches(self._dims)
+        others.count, others._adds_up = count, self._adds_up
+        return others._run(one._replace(backward=lambda value: None), batch)
 
 
 class State:
@@ -231,11 +236,11 @@ def _is_plain(value: Any) -> bool:
 def _moved(model: nn.Module, seed: int) -> Iterator[None]:
     """Inside the block some elements of each weight are a little beside what they are."""
     generator, before = torch.Generator().manual_seed(seed), list[tuple[Tensor, Tensor]]()
-    for weight in model.parameters():
-        flat = weight.detach().view(-1)[:: 1 + weight.numel() // MOST_MOVED]
-        before.append((flat, flat.clone()))
-        flat += 0.1 * torch.randn(flat.shape, generator=generator, dtype=flat.dtype)
     try:
+        for weight in model.parameters():
+            flat = weight.detach().view(-1)[:: 1 + weight.numel() // MOST_MOVED]
+            before.append((flat, flat.clone()))
+            flat += 0.1 * torch.randn(flat.shape, generator=generator, dtype=flat.dtype)
         yield
     finally:
         for flat, values in before:
