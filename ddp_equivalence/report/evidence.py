@@ -78,8 +78,8 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         if verdict.analysis is not None and verdict.analysis.micro_batches > 1:
             yield (
                 f"the big batch was computed in {verdict.analysis.micro_batches} micro-batches, "
-                "because its forward pass did not fit into memory; their losses make up that of "
-                "the whole batch, and the gradients of two examples that of both together"
+                "because its forward pass did not fit into memory (their losses add up to that of "
+                "the whole batch)"
             )
         rounding = [one.name for one in parameters if one.limit.only_rounding and one.norm]
         if rounding:
